@@ -1,4 +1,4 @@
-"""The decisions: what to shard, over which axis, and the predicted cost. No JAX."""
+"""Decides what to shard, over which mesh axis, and predicts the cost. Needs no JAX."""
 
 if __name__ == "planner":
     raise ImportError("import whalejax.planner, not planner")

@@ -11,39 +11,39 @@ Remat = tuple[tuple[str, str], ...]
 """(TaskGraph, policy) pairs of TaskGraphs that the backward pass recomputes."""
 
 Chosen = tuple[tuple[str, str], ...]
-"""(TaskGraph, kind) pairs of TaskGraphs with a chosen attention: ``ring`` or
+"""(TaskGraph, kind) pairs of TaskGraphs whose kind of attention is chosen: ``ring`` or
 ``gather``.
 """
 
 ALL = "*"
-"""Stands for every TaskGraph without a policy of its own."""
+"""Name that stands for every TaskGraph without an entry of its own."""
 
 
 OFFLOADS = ("optimizer", "activations", "params", "gradients")
-"""State that may be in host memory; gradients only with params, and in estimates."""
+"""State that may be in host memory; gradients only in estimates, and with params."""
 
 UNCOUNTED_MOVES = (
-    "moving to host memory and back is not counted: the cluster does not say how fast "
-    "that is (host_link_bytes_per_second) or how much there is"
+    "transfers to and from host memory are not counted, as the cluster lacks their "
+    "rate (host_link_bytes_per_second) or the size of host memory"
 )
-"""Note of a plan with requested host memory whose speed or size is unknown."""
+"""Note of a plan with offload on a cluster whose host memory is unknown."""
 
 NO_EFFECT = "has no effect"
-"""Text of the note on a hint without effect."""
+"""Text on a hint without an effect, for notes."""
 
 OBEYED = ("marked TaskGraph obeyed", "marked TaskGraphs obeyed")
-"""End of the note on the other hints: of one, and of several."""
+"""End of the note on obeyed hints: for one hint, and for several."""
 
 FETCHED = 2
-"""Layers on the device at a time, if host memory has their parameters or activations:
-one computes, the next is in transfer.
+"""Number of layers on the device at a time, if host memory has their parameters or
+activations: one layer computes while the next is in transfer.
 """
 
 
 def moves_to_host(shape: tuple[int, ...]) -> bool:
-    """Whether state of a parameter with this shape is offloaded.
+    """Returns whether the state of a parameter with this shape can be offloaded.
 
-    Vectors stay: they are small in total, and each would be a separate transfer.
+    Vectors stay on the device: they are small in total, and each needs a transfer.
     """
     return len(shape) > 1 and math.prod(shape) > 0
 
@@ -53,17 +53,18 @@ class TimeTerms:
     """Predicted seconds of one step, by term.
 
     Attributes:
-        compute_seconds: Products and memory traffic, forward and backward.
-        launch_seconds: Fixed costs of starting kernels.
-        gradient_seconds: Exposed part of the gradient reduction.
-        parameter_seconds: Exposed part of gathering parameters.
-        activation_seconds: Collectives on activations inside TaskGraphs.
-        border_seconds: Changes of layout between TaskGraphs and at cuts.
-        update_seconds: The optimizer's update.
-        allocation_seconds: First touch of newly allocated host memory in a step, on
-            devices that keep none of their own.
-        bubble_seconds: Waits of pipeline stages for each other.
-        offload_seconds: Exposed part of moving to host memory and back.
+        compute_seconds: Seconds of products and memory traffic in both passes.
+        launch_seconds: Seconds of kernel launches.
+        gradient_seconds: Seconds of gradient reductions that do not overlap.
+        parameter_seconds: Seconds of gathers of parameters that do not overlap.
+        activation_seconds: Seconds of collectives on activations inside TaskGraphs.
+        border_seconds: Seconds of reshards between TaskGraphs and at cuts.
+        update_seconds: Seconds of the optimizer's update.
+        allocation_seconds: Seconds of the first touch of allocated host memory, on
+            devices without memory of their own.
+        bubble_seconds: Seconds in which pipeline stages wait for each other.
+        offload_seconds: Seconds of transfers to and from host memory that do not
+            overlap.
     """
 
     compute_seconds: float = 0.0
@@ -98,8 +99,7 @@ class TimeTerms:
         return dataclasses.replace(self, **sums)
 
     def by_size(self) -> list[tuple[str, float]]:
-        """Returns the terms above zero, largest first, such as ``[("compute", 0.3),
-        …]``.
+        """Returns the terms above 0, largest first, as ``[("compute", 0.3), …]``.
 
         Values within the rounding error of the others are omitted.
         """
@@ -110,14 +110,12 @@ class TimeTerms:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the step."""
+        """Seconds of one step, the sum of all terms."""
         return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     @property
     def once(self) -> TimeTerms:
-        """Terms of work that is not divided into micro-batches: the update,
-        allocations and moves to host memory.
-        """
+        """Terms of work once per step: update, allocations and offload transfers."""
         return TimeTerms(
             update_seconds=self.update_seconds,
             allocation_seconds=self.allocation_seconds,
@@ -126,12 +124,12 @@ class TimeTerms:
 
     @property
     def pass_seconds(self) -> float:
-        """Seconds of the passes of all micro-batches, without reduced gradients."""
+        """Seconds of the passes of all micro-batches, without gradient reductions."""
         return self.step_seconds - self.once.step_seconds - self.gradient_seconds
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of all exposed collectives."""
+        """Seconds of all collectives that do not overlap."""
         return (
             self.gradient_seconds
             + self.parameter_seconds
@@ -142,21 +140,23 @@ class TimeTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTerms:
-    """Predicted bytes on the fullest device; all terms but ``host_bytes`` make up its
-    peak.
+    """Predicted bytes on the fullest device, by term.
+
+    The sum of all terms but ``host_bytes`` is the peak.
 
     Attributes:
-        params_bytes: Stored parameters (the master copy).
-        gradients_bytes: Accumulated gradients.
-        optimizer_bytes: Optimizer state.
-        state_bytes: State neither trained nor computed (batch statistics, keys).
-        batch_bytes: The device's part of the global batch.
-        activations_bytes: Values that are saved for the backward pass.
-        working_bytes: Gathered parameters, casts and the largest temporaries.
+        params_bytes: Bytes of stored parameters.
+        gradients_bytes: Bytes of accumulated gradients.
+        optimizer_bytes: Bytes of optimizer state.
+        state_bytes: Bytes of state that is neither trained nor recomputed, such as
+            batch statistics and random keys.
+        batch_bytes: Bytes of the device's part of the global batch.
+        activations_bytes: Bytes of values that are saved for the backward pass.
+        working_bytes: Bytes of gathered parameters, casts and the largest temporaries.
         host_bytes: Bytes in host memory for each device.
-        tables_bytes: Rows of embedding tables, with their optimizer state.
-        lookups_bytes: Vectors and gradients of rows in exchange, beyond the temporaries
-            of the dense part.
+        tables_bytes: Bytes of rows of embedding tables, with their optimizer state.
+        lookups_bytes: Bytes of vectors and row gradients in exchange that exceed the
+            temporaries of the dense part.
     """
 
     params_bytes: int = 0
@@ -171,7 +171,7 @@ class MemoryTerms:
     lookups_bytes: int = field(default=0, metadata={"unless_default": True})
 
     def by_name(self) -> dict[str, int]:
-        """Returns the terms that make up the peak, such as ``{"params": …}``."""
+        """Returns the terms whose sum is the peak, such as ``{"params": …}``."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "host_bytes"]
         return {n.removesuffix("_bytes"): getattr(self, n) for n in names}
 
@@ -182,24 +182,24 @@ class MemoryTerms:
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes that exist only during a step."""
+        """Bytes that are in memory only during a step."""
         dense = self.gradients_bytes + self.activations_bytes + self.working_bytes
         return dense + self.lookups_bytes
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:
-        """Terms with the buffer that exchanges gradients with other pipelines."""
+        """Terms with the buffer for gradient exchange between parallel pipelines."""
         return dataclasses.replace(
             self, working_bytes=self.working_bytes + self.gradients_bytes
         )
 
 
 def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
-    """Describes the parts that compute in 16 bits; empty if there are none.
+    """Returns texts on the TaskGraphs that compute in 16 bits; empty without any.
 
     Args:
         precisions: (TaskGraph, precision) pairs.
-        whole: Precision of the full model, if TaskGraphs do not differ.
+        whole: Precision of the model if TaskGraphs do not differ; default: ``"f32"``.
 
     >>> precision_words((), "f16")
     ['f16']

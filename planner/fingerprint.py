@@ -1,8 +1,8 @@
 """Compares the plans of processes, and names the parts in which they differ.
 
-A hash shows only that plans differ. So there are also short texts, one for each part of
-a plan: its value if that is short, else a hash of it. They are exchanged once, so they
-are small; ``plan.diff`` shows more if both plans are available.
+A hash shows only that plans differ. So processes also exchange a short text for each
+part of a plan, once: its value, or a hash of it if the value is long. ``plan.diff``
+shows more if both plans are available.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOT_THE_PROGRAM = (
     "swarm",
     "per_micro_batch",
 )
-"""Fields of a plan that do not change its program; neither does ``common`` of roles."""
+"""Fields of a plan that do not change its program. Nor does ``common`` of roles."""
 
 _NAMES: Final = {
     "model_hash": "model, loss, batch or marks",
@@ -61,13 +61,13 @@ _NAMES: Final = {
 _FOLLOWING: Final = frozenset(
     _NAMES[x] for x in ("roles", "compute", "storage", "leaves", "batch")
 )
-"""Parts that follow from others; they are named only if no other part differs."""
+"""Parts that follow from others. They are named only if no other part differs."""
 
 _LONGEST = 48
 
 
 def program_data(plan: Any) -> dict[str, Any]:
-    """Returns everything in a plan that changes the program, as plain data."""
+    """Returns all parts of a plan that change its program, as plain data."""
     data = encode(plan)
     assert isinstance(data, dict)
     for whole in (data, *data["pipelines"]):
@@ -90,7 +90,7 @@ def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
 
     Args:
         plan: The plan.
-        also: More values that must be equal in all processes, by name.
+        also: Further values that must be equal in all processes, by name.
     """
     data = program_data(plan)
     stages = data["stages"] or {}
@@ -101,11 +101,11 @@ def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
 
 
 def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """Describes the parts in which some plans differ from the first; empty if none.
+    """Returns the parts in which some plans differ from the first; empty if none do.
 
     Args:
         told: Reports of the processes, from ``part_digests``.
-        others: Numbers of the processes whose plan differs.
+        others: Numbers of the processes whose plans differ.
 
     Example:
         >>> told_apart([{"zero": "0"}, {"zero": "1"}], others=[1])

@@ -1,8 +1,7 @@
 """Converts frozen dataclasses to plain JSON data and back, strictly.
 
-People edit, copy and keep plan files; reading one back must refuse unknown entries,
-with the path of the wrong one. The standard library writes dataclasses but does not
-read them, hence this module.
+People edit, copy and keep plan files. So reading a file refuses unknown entries, and
+names the path of each. The standard library writes dataclasses but does not read them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from whalejax.meshes.errors import is_shown_as_written, quoted
 
 
 MOST_NUMBER: Final = 2**100
-"""Largest number: more than the FLOPs of all computers in a year."""
+"""Largest accepted number: more than the FLOPs of all computers in a year."""
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
@@ -27,8 +26,8 @@ class DataError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Returns JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
-    if type(value) in _PLAIN:  # first, since a plan has tens of thousands of them
+    """Returns a dataclass tree as JSON data (dicts, lists, numbers, text, None)."""
+    if type(value) in _PLAIN:  # First, as a plan has tens of thousands of such values.
         return value
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
@@ -46,16 +45,16 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, data: Any, path: str = "") -> Any:
-    """Rebuilds a value of the annotated type from plain data.
+    """Returns the value of an annotated type that JSON data describe.
 
     Args:
         kind: Type annotation: a dataclass, a tuple, a union with None, a Literal or a
             plain type.
         data: Data from ``json.loads``.
-        path: Path of the data, for errors.
+        path: Path of the data in the file, for errors; default: empty.
 
     Raises:
-        DataError: Names the entry, its value and the expected type.
+        DataError: An entry is wrong; names the entry, its value and the expected type.
     """
     if type(data) is kind and kind in _PLAIN:
         return _checked(data, path)
@@ -110,10 +109,7 @@ def _stored_fields(kind: Any) -> list[str]:
 
 @functools.cache
 def _unless_default(kind: Any) -> dict[str, Any]:
-    """Returns the fields that files contain only if they differ from their default.
-
-    So a later feature changes no file that does not use it.
-    """
+    """Returns the fields that files have only with other values than default."""
     return {
         f.name: f.default
         for f in dataclasses.fields(kind)

@@ -1,7 +1,7 @@
 """A plan as plain data: the decisions, and their predicted costs.
 
-``plan.plan.Plan`` adds the methods for users: reports, pictures, files and new
-questions. Functions that do not need these take this type.
+``plan.plan.Plan`` adds the methods for users: reports, drawings, files and replanning.
+Functions that do not need these methods take this type.
 """
 
 from __future__ import annotations
@@ -54,25 +54,26 @@ _COUNTS: Final = ("version", "num_micro_batches", "group_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesData:
-    """Data of a pipeline.
+    """Pipeline of a plan: its schedule, its stages and their predictions.
 
     Attributes:
-        schedule: One of ``schedules.NAMES``.
+        schedule: Name in ``schedules.NAMES``.
         chunks: Number of parts of the model on each stage.
-        layers: Layers of each part, in model order; empty if parts are not full layers.
-        executor: ``"spmd"``, one program in which all stages run one loop, or
-            ``"mpmd"``, a program for each stage.
-        starts: Parameters whose first read begins each part after the first, for stage
-            programs; empty if ``stage`` marks define the parts.
-        plans: Plan of each stage on its devices, for stage programs.
-        kinds: Device kind of each stage, if they differ.
+        layers: Number of layers of each part, in model order; empty if parts are not
+            full layers.
+        executor: ``"spmd"`` (all stages run one loop of one program) or ``"mpmd"``
+            (each stage has programs of its own).
+        starts: Cut points of stage programs: the parameter that each part but the first
+            is first to read. Empty if ``stage`` marks set the parts.
+        plans: Plan of each stage on its devices, for stage programs; else empty.
+        kinds: Device kind of each stage if kinds differ, else empty.
         blocks: Index of each stage's block of devices, in node order, for stage
-            programs; empty if the stages are in that order.
-        turns, ahead, back: For lockstep stages, numbers of turns in a step: all, those
-            with forward passes, and those with backward passes; else 0.
-        stash: Saved values of a micro-batch in flight for lockstep stages.
-            ``"inputs"``: the backward pass recomputes the layers. ``"residuals"``: all
-            values that the derivative reads.
+            programs; empty if stages are in that order.
+        turns, ahead, back: Number of turns in a step of lockstep stages: all, those
+            with forward passes, and those with backward passes. 0 for stage programs.
+        stash: Values that lockstep stages save for a micro-batch in flight:
+            ``"inputs"`` (the backward pass recomputes the layers) or ``"residuals"``
+            (all values that the derivative reads).
         paces: Predictions for each part, in model order.
         handed_seconds: Predicted seconds of a transfer to the next part's stage.
     """
@@ -93,7 +94,7 @@ class StagesData:
     handed_seconds: float = 0.0
 
     def words(self) -> str:
-        """Describes the pipeline briefly."""
+        """Returns a short text on the pipeline."""
         layers = self.layers
         parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
         if not layers:
@@ -112,25 +113,25 @@ class StagesData:
 
 
 class PlannedQuestion(Protocol):
-    """Request that a plan answers; it is kept in memory, not in the plan's file."""
+    """Request that a plan answers. It is kept in memory, but not in files."""
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample; None if the samples are not sequences of one length."""
+        """Number of tokens of a sample; None if samples differ or have none."""
         ...
 
     def replan(self, **changes: Any) -> Any:
-        """Plans with other settings; see ``Plan.what_if``."""
+        """Plans with other settings, as ``Plan.what_if`` does."""
         ...
 
     def verify(self, plan: Any, topology: str | None, *, timeout_seconds: float) -> Any:
-        """Compiles a plan with the real compiler; see ``Plan.verify``."""
+        """Compiles a plan with the real compiler, as ``Plan.verify`` does."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData(StepOptions):
-    """Data of one model's plan on one cluster; ``plan.plan.Plan`` has the fields."""
+    """Data of a model's plan on a cluster; ``plan.plan.Plan`` documents the fields."""
 
     version: int = PLAN_VERSION
     model_hash: str
@@ -187,7 +188,7 @@ class PlanData(StepOptions):
 
     @property
     def hash(self) -> str:
-        """Short hash of everything that changes the program."""
+        """Short hash of all parts that change the program."""
         text = json.dumps(program_data(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -203,14 +204,14 @@ class PlanData(StepOptions):
 
     @property
     def stage_plans(self) -> tuple[Self, ...]:
-        """Plans of stage programs; empty without any."""
+        """Plans of the stages of stage programs; empty for other plans."""
         plans: Any = () if self.stages is None else self.stages.plans
         stage_plans: tuple[Self, ...] = plans  # of the same class as this plan
         return stage_plans
 
     @property
     def room_bytes(self) -> int:
-        """Memory of a device of the kind for which ``memory`` is predicted."""
+        """Bytes of memory of one device of the kind that ``memory`` is for."""
         each = [
             own
             for pipeline in self.pipelines or (self,)
@@ -223,29 +224,28 @@ class PlanData(StepOptions):
 
     @property
     def replica(self) -> Self:
-        """Plan of one rank of ``data``, if ranks have unequal shares."""
+        """Plan of one rank of ``data``, for plans whose ranks have unequal shares."""
         axes = tuple(axis for axis in self.axes if axis[0] != "data")
         return dataclasses.replace(self, axes=axes, shares=())
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the plan, including ranks of ``data`` with share 0."""
+        """Number of devices of the plan, including those of ranks with share 0."""
         if self.pipelines or self.stage_plans:
             return sum(plan.num_devices for plan in self.pipelines or self.stage_plans)
         return math.prod(size for _, size in self.axes)
 
     def times(self, collective: Collective) -> int:
-        """Returns the number of executions of one of the plan's collectives in a step.
+        """Returns how often one of the plan's collectives runs in a step.
 
-        Lockstep stages that save only their inputs recompute the forward pass before
-        the backward pass.
+        Lockstep stages that save only their inputs also recompute the forward pass.
         """
         problems = Arguments("Plan.times", PlanError)
         problems.of("collective", collective, Collective, "one of plan.collectives")
         problems.raise_if_any()
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
-            # Unequal shares: the rank with the most micro-batches counts.
+            # With unequal shares, the rank with the most micro-batches counts.
             shares = self.shares
             if self.beyond is not None and self.beyond.shares:
                 shares = tuple(most for _, most in self.beyond.shares)
@@ -256,33 +256,34 @@ class PlanData(StepOptions):
 
     @property
     def asked_precision(self) -> str | dict[str, str]:
-        """Precision as ``wh.plan`` takes it, for all or by TaskGraph."""
+        """Precision in the form that ``wh.plan`` takes: for all, or by TaskGraph."""
         return dict(self.precisions) or self.precision
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, as small float16 gradients would underflow."""
+        """Whether the loss is scaled, as small float16 gradients could underflow."""
         return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Self:
-        """Returns the plan of the stage that stores a parameter, or this plan.
+        """Returns the plan of the stage that stores a parameter; without stages, this
+        plan.
 
         Args:
             path: Path of the parameter.
         """
         if not is_printable(path):
-            self.leaf(path)  # raises, as it is no path
+            self.leaf(path)  # Raises the error for an unknown path.
         for plan in self.stage_plans:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
         return self
 
     def leaf(self, path: str) -> LeafPlan:
-        """Returns the plan of one parameter.
+        """Returns the layouts of one parameter.
 
         Args:
-            path: Dotted path. With ``*`` as the layer's number, as in printed plans,
-                the path selects the first layer.
+            path: Dotted path. ``*`` as the number of a layer, as in printed plans,
+                selects the first layer.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
@@ -294,16 +295,16 @@ class PlanData(StepOptions):
 
     @property
     def runner_up(self) -> Candidate | None:
-        """Best plan of another layout that fits; None if there is none."""
+        """Best candidate with another layout that fits, or None."""
         return next(iter(self.alternatives(1)), None)
 
     def alternatives(self, n: int = 5) -> Candidates:
-        """Returns the best other layouts that fit, best first.
+        """Returns the best candidates with other layouts that fit, best first.
 
         They print as one line each.
 
         Args:
-            n: Largest number of candidates; a plan stores about a dozen.
+            n: Largest number of candidates; default: 5. A plan stores about a dozen.
 
         Raises:
             PlanError: ``n`` is not a whole number of 0 or more.
@@ -327,18 +328,18 @@ class PlanData(StepOptions):
         """Returns the ``jax.sharding.Mesh`` of the plan.
 
         Args:
-            devices: Devices to use, in node order; default: all of them. The plan's
+            devices: Devices to use, in node order; default: all. The plan's
                 ``device_order`` is applied to them.
 
         Raises:
-            PlanError: The plan has stage programs, each with its own mesh.
-            WhaleError: The number of devices is not that of the plan.
+            PlanError: The plan has stage programs, so each stage has a mesh of its own.
+            WhaleError: The number of devices differs from the plan's.
         """
         from whalejax.meshes.jax_mesh import build_mesh
 
         if self.stage_plans:
             raise PlanError(
-                "every stage of this plan has a mesh of its own. Take "
+                "every stage of this plan has a mesh of its own. Use "
                 "plan.stages.plans[i].mesh(devices) with the devices of stage i"
             )
         return build_mesh(self.axes, devices, order=self.device_order)

@@ -1,4 +1,4 @@
-"""Entries of a plan: parameters, batches, tables, swarms, and evaluated candidates."""
+"""Entries of a plan: parameters, batches, tables, swarms and evaluated candidates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from whalejax.planner.json_codec import DataError
 from whalejax.planner.plan_errors import PlanError
 
 
-BLOCK: Final = 256  # values that share a scale in int8
+BLOCK: Final = 256  # Number of values with a common scale in int8.
 WIRES: Final = ("f32", "bf16", "int8")
 SUM_WIRES: Final = ("f32", "f16", "int8")
-"""Formats of gradients during their reduction over a stage's peers."""
+"""Wire formats of gradients in their reduction over a stage's peers."""
 
 _SLOW_BYTES_PER_SECOND: Final = 125e6
 
@@ -27,7 +27,7 @@ _VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
 
 
 def slow_link(cluster: Cluster) -> float | None:
-    """Returns the bandwidth of a cluster's slowest link if it suits a swarm.
+    """Returns the bandwidth of a cluster's slowest link, if it is slow as in swarms.
 
     Args:
         cluster: Cluster of the plan.
@@ -41,17 +41,17 @@ def slow_link(cluster: Cluster) -> float | None:
 
 
 LATENCIES: Final = 4
-"""One-way latencies of a call: the request, the peer's own request to another peer for
-the input, and both replies.
+"""Number of one-way latencies in a call: the request, the peer's own request for its
+input, and both replies.
 """
 
 
 def wire_bytes(values: int, wire: str) -> int:
-    """Returns the bytes of some values on the wire, including scales.
+    """Returns the bytes of some values in a wire format, including scales.
 
     Args:
         values: Number of values.
-        wire: One of ``WIRES`` or ``SUM_WIRES``.
+        wire: Wire format, in ``WIRES`` or ``SUM_WIRES``.
 
     >>> wire_bytes(1024, "f32"), wire_bytes(1024, "bf16"), wire_bytes(1024, "int8")
     (4096, 2048, 1040)
@@ -62,24 +62,25 @@ def wire_bytes(values: int, wire: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStage:
-    """Stage of a swarm, for one micro-batch on one peer.
+    """Stage of a swarm, with predictions for one micro-batch on one peer.
 
     Attributes:
         peers: Number of peers of the stage.
-        forward_seconds: Seconds of a forward pass; 0 in the last stage, where one call
+        forward_seconds: Seconds of a forward pass; 0 for the last stage, where one call
             does both passes.
-        backward_seconds: Seconds of a backward pass, with the recomputed forward pass.
-        forward_bytes: Received and sent bytes of a forward pass.
-        backward_bytes: Received and sent bytes of a backward pass.
-        state_bytes: Bytes of parameters and optimizer state that a new peer downloads.
+        backward_seconds: Seconds of a backward pass and the recomputed forward pass.
+        forward_bytes: Bytes received and sent in a forward pass.
+        backward_bytes: Bytes received and sent in a backward pass.
+        state_bytes: Bytes of parameters and optimizer state that a joining peer
+            downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
-        memory_bytes: Predicted memory of a peer's device: two states during an update,
-            gradients and the temporaries of a call.
-        apart: Whether gradients of micro-batches are stored separately until a step is
-            committed, as all peers do.
+        memory_bytes: Predicted bytes on a peer's device: two states during an update,
+            gradients, and the temporaries of a call.
+        apart: Whether gradients of each micro-batch are stored separately until the
+            step is committed, as all peers of this version do.
         deadline_seconds: Seconds after which a call is abandoned.
-        host_bytes: Predicted memory of a peer's host: inputs, results and gradients of
-            its micro-batches in a step, sums, and a copy of the state.
+        host_bytes: Predicted bytes in a peer's host memory: inputs, results and
+            gradients of its micro-batches in a step, sums, and a copy of the state.
     """
 
     peers: int
@@ -96,17 +97,17 @@ class SwarmStage:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a micro-batch, forward and backward."""
+        """Seconds of both passes of a micro-batch."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def wire_bytes(self) -> tuple[int, int]:
-        """Received and sent bytes of a micro-batch."""
+        """Bytes received and sent for a micro-batch."""
         received, sent = zip(self.forward_bytes, self.backward_bytes, strict=True)
         return sum(received), sum(sent)
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Returns the seconds of a micro-batch over a full-duplex link."""
+        """Returns the seconds of a micro-batch's transfers over a full-duplex link."""
         return max(self.wire_bytes) / bytes_per_second
 
 
@@ -115,16 +116,16 @@ class Swarm:
     """Plan of training by a swarm.
 
     Attributes:
-        wire: Format of activations and their gradients between stages.
-        bytes_per_second: Rate of each peer's link in each direction.
+        wire: Wire format of activations and their gradients between stages.
+        bytes_per_second: Bandwidth of each peer's link in each direction.
         latency_seconds: One-way latency.
         peers: Total number of peers.
-        stages: Stages in order.
+        stages: Stages of the pipeline, in order.
         step_seconds: Predicted step time with all peers.
         samples_per_second: Predicted throughput.
-        utilization: Fraction of the time that peers compute.
-        reasons: Pairs of (choice, reason), for ``plan.why``.
-        sum_wire: Format of gradients during their reduction over the peers of a stage.
+        utilization: Fraction of the time in which peers compute.
+        reasons: (Choice, reason) pairs for ``plan.why``.
+        sum_wire: Wire format of gradients in their reduction over a stage's peers.
     """
 
     wire: str
@@ -140,7 +141,7 @@ class Swarm:
 
     @property
     def agreed(self) -> dict[str, object]:
-        """Values on which all peers must agree; without predictions."""
+        """Values that all peers must have in common, without predictions."""
         result: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
         if self.sum_wire != "f32":
             result["sum_wire"] = self.sum_wire
@@ -148,17 +149,17 @@ class Swarm:
 
 
 def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
-    """Returns the bytes that a peer sends in a gradient reduction; it receives as many.
+    """Returns the bytes that a peer sends, and receives, in a gradient reduction.
 
     The reduction is a reduce-scatter and an all-gather. Each peer sums the gradients of
-    its own micro-batches, and sends each other peer that peer's part. Then it adds what
-    it received for its own part, and sends the result to the others.
+    its own micro-batches, and sends every other peer that peer's part. It then adds the
+    parts that it receives, and sends their sum to all others.
 
     Args:
-        gradient_bytes: Bytes of a stage's gradients of one micro-batch, in float32.
+        gradient_bytes: Bytes of a stage's float32 gradients.
         peers: Number of peers of the stage.
-        wire: One of ``SUM_WIRES``. In int8, each peer's part of an array has its own
-            scales; those of incomplete blocks are not counted.
+        wire: Wire format in ``SUM_WIRES``; default: ``"f32"``. In int8, each part of an
+            array has scales of its own; those of incomplete blocks are not counted.
 
     >>> sum_bytes(1024, peers=4), sum_bytes(1024, peers=1)
     (1536, 0)
@@ -170,11 +171,11 @@ def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
 
 
 def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
-    """Returns the seconds of reducing a stage's gradients over its peers.
+    """Returns the seconds in which the peers of a stage reduce its gradients.
 
     Args:
         stage: Stage of the swarm.
-        swarm: Swarm with its links and formats.
+        swarm: Swarm with its links and wire formats.
     """
     if stage.peers < 2:
         return 0.0
@@ -183,7 +184,10 @@ def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
 
 
 def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> float:
-    """Predicts a step without churn: fill, slowest stage's work, slowest reduction.
+    """Returns the predicted step time if no peers join or leave.
+
+    It adds the filling of the pipeline, the work of the slowest stage and the slowest
+    gradient reduction.
 
     Args:
         swarm: Plan of the swarm; its ``step_seconds`` is not read.
@@ -201,18 +205,18 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
         max(stage.compute_seconds, stage.wire_seconds(speed)) / stage.peers
         for stage in swarm.stages
     )
-    pace = max(pace, fill / in_flight)  # latency, if too few are in flight
+    pace = max(pace, fill / in_flight)  # Latency, if too few are in flight.
     late = max(sum_seconds(stage, swarm) for stage in swarm.stages)
     return fill + micro_batches * pace + late
 
 
 @dataclass(frozen=True, slots=True)
 class TablesData:
-    """Placement of tables and what is derived from it, as a JSON object.
+    """Placement of embedding tables and data derived from it, as a JSON object.
 
     Attributes:
-        document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``, and the
-            placements.
+        document: Placements, and the entries of
+            ``whalejax.tables.table_plan_record.TablesRecord``.
     """
 
     document: dict[str, Any]
@@ -223,13 +227,13 @@ class TablesData:
 
     @classmethod
     def from_json(cls, data: Any) -> TablesData:
-        """Returns the data of a file; its readers check the contents.
+        """Returns the data of a file, whose contents their readers check.
 
         Raises:
-            DataError: The data are no such object.
+            DataError: The data are not an object with a placement.
         """
         if not isinstance(data, dict) or "placement" not in data:
-            raise DataError("tables is no object with a placement")
+            raise DataError("tables is not an object with a placement")
         return cls(data)
 
     @property
@@ -248,7 +252,7 @@ class TablesData:
 
 
 Spec = tuple[tuple[str, ...], ...]
-"""Mesh axes of each dimension, outermost first; the plain form of a PartitionSpec."""
+"""Mesh axes of each dimension, outermost first, as in a PartitionSpec."""
 
 CollectiveKind = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
@@ -257,7 +261,7 @@ CollectiveKind = Literal[
 
 @functools.cache
 def itemsize_bytes(dtype: str) -> int:
-    """Returns the bytes of one element, by the name of its type.
+    """Returns the bytes of one element of a dtype, given by name.
 
     >>> itemsize_bytes("bfloat16"), itemsize_bytes("float8_e4m3fn")
     (2, 1)
@@ -267,7 +271,7 @@ def itemsize_bytes(dtype: str) -> int:
 
 
 def starred(path: str) -> str:
-    """Replaces the numbers of repeated layers in a path by ``*``.
+    """Returns a path with ``*`` instead of the numbers of repeated layers.
 
     >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
     ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
@@ -277,24 +281,24 @@ def starred(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-    """Plan of one parameter.
+    """Layouts of one parameter.
 
     Attributes:
         path: Dotted path in the model.
         shape, dtype: Shape and dtype of the global leaf.
-        roles: Names of the logical dimensions in each dimension, major atom first.
-        compute_spec: Layout in which the forward pass reads it.
-        param_spec: Layout in which it is stored.
-        gradient_spec: Layout in which its gradient is accumulated.
-        optimizer_spec: Layout of the optimizer's copies of it.
-        hosted: Whether it is in host memory and copied to the device layer by layer.
-        gathers: Number of gathers in a micro-batch; 0 if it is computed with as it is
+        roles: Names of the logical dimensions in each dimension, major first.
+        compute_spec: Layout in which the forward pass reads the parameter.
+        param_spec: Layout in which the parameter is stored.
+        gradient_spec: Layout in which the gradient is accumulated.
+        optimizer_spec: Layout of the parameter's optimizer state.
+        hosted: Whether the parameter is in host memory, from which it is copied layer
+            by layer.
+        gathers: Number of gathers in a micro-batch; 0 if the parameter is used as
             stored.
-        summed: Mesh axes over which its gradient is summed.
-        note: Reason why it stays unsharded in part, or empty.
-        trained: Whether it has a gradient and an optimizer. Others are stored and read
-            in the same way; their ``gradient_spec`` and ``optimizer_spec`` have no
-            meaning.
+        summed: Mesh axes over which the gradient is reduced.
+        note: Reason why dimensions of the parameter are not sharded, or empty.
+        trained: Whether the parameter has a gradient and optimizer state. If not,
+            ``gradient_spec`` and ``optimizer_spec`` have no meaning.
     """
 
     path: str
@@ -319,7 +323,7 @@ class LeafPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLeaf:
-    """One leaf of the global batch: its path, shape, dtype and layout."""
+    """Leaf of the global batch: its path, shape, dtype and layout."""
 
     path: str
     shape: tuple[int, ...]
@@ -329,10 +333,10 @@ class BatchLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleInfo:
-    """A logical dimension: name, size, other names, and why it stays unsharded.
+    """Logical dimension: its name, size, other names, and why it stays unsharded.
 
-    If windows slide along it, it has several resolutions: ``size`` is its largest size,
-    and ``common`` divides all of its sizes. Otherwise ``common`` is 0.
+    If windows slide along it, ``size`` is the largest of its sizes, and ``common``
+    divides all of them. If not, ``common`` is 0.
     """
 
     name: str
@@ -344,12 +348,12 @@ class RoleInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTable:
-    """Roles that each mesh axis shards in the computation of one TaskGraph.
+    """Logical dimensions that each mesh axis shards in one TaskGraph.
 
     Attributes:
         task_graph: Name of the TaskGraph.
-        marks: The user's marks on it, as text.
-        axes: (axis, roles) pairs; a missing axis shards nothing there.
+        marks: Texts of the user's marks on the TaskGraph.
+        axes: (Mesh axis, logical dimensions) pairs; a missing axis shards nothing.
     """
 
     task_graph: str
@@ -358,19 +362,19 @@ class RegionTable:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis shards anything there."""
+        """Whether no mesh axis shards anything."""
         return not any(roles for _, roles in self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An evaluated plan: its layout as text, predicted time and memory.
+    """Evaluated layout, with predicted time and memory.
 
     Attributes:
-        layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
-        time, memory: Predictions by term.
-        fits: Whether its memory fits the device.
-        verdict: ``"chosen"``, or the reason why it was not chosen.
+        layout: Text of the layout, such as ``"data 2 × tensor 4, ZeRO-1"``.
+        time, memory: Predicted seconds and bytes by term.
+        fits: Whether the layout fits in memory.
+        verdict: ``"chosen"``, or the reason why the layout was not chosen.
     """
 
     layout: str
@@ -392,12 +396,12 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> int:
-        """Predicted peak memory of the device that needs most."""
+        """Predicted peak bytes of the fullest device."""
         return self.memory.total_bytes
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Evaluated plans, best first; shown as one line each."""
+    """Evaluated layouts, best first; each is shown as one line."""
 
     __slots__ = ()
 
@@ -420,15 +424,15 @@ class VirtualStagePrediction:
     """Prediction for one micro-batch on one virtual stage of a pipeline.
 
     Attributes:
-        forward_seconds, backward_seconds: Seconds of each pass. If stages run in
-            lockstep, the backward pass includes the recomputed forward pass.
-        weight_seconds: Seconds of the parameters' gradient, if that is a separate
-            action; 0 if it is part of the backward pass.
-        handed_bytes: Bytes of activations that each of its devices receives from other
-            virtual stages, for stage programs.
-        returned_bytes: Bytes of their cotangents that each of its devices sends back.
-        copied_bytes: Bytes of parameters on other stages that each of its devices
-            receives once per step; their gradients go back.
+        forward_seconds, backward_seconds: Seconds of each pass. The backward pass of
+            lockstep stages includes the recomputed forward pass.
+        weight_seconds: Seconds of the parameters' gradient if that is a separate
+            action, else 0.
+        handed_bytes: Bytes of activations that each device receives from other virtual
+            stages, for stage programs.
+        returned_bytes: Bytes of the cotangents of these that each device sends back.
+        copied_bytes: Bytes of other stages' parameters that each device receives once
+            per step, and whose gradients it sends back.
     """
 
     forward_seconds: float
@@ -441,13 +445,13 @@ class VirtualStagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedFeatures:
-    """Features that only older plan files record; plans of this version have none.
+    """Unsupported features, which only older plan files record.
 
     Attributes:
         attention: Attention over ``context``: ``"all-gather"`` or ``"ring"``.
-        shares: (device kind, most micro-batches) pairs, if replicas differ.
-        covered: Number of plans that the search chose among.
-        gap: Upper bound on another plan's gain, as a fraction of its time.
+        shares: (Device kind, most micro-batches) pairs if replicas differ.
+        covered: Number of plans from which the search chose.
+        gap: Upper bound on the gain of another plan, as a fraction of its time.
     """
 
     attention: str = ""
@@ -456,7 +460,7 @@ class UnsupportedFeatures:
     gap: float = 0.0
 
     def words(self) -> list[str]:
-        """Describes each feature briefly."""
+        """Returns a short text on each feature."""
         words = []
         if self.attention:
             words.append(f"{self.attention} attention")
@@ -468,19 +472,21 @@ class UnsupportedFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """Equal collectives of the step, merged.
+    """Equal collectives of a step, with their number.
 
     Attributes:
-        kind: All-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
+            ``collective-permute``.
         axes: Mesh axes of the collective.
-        phase: Forward, backward or update; turn for transfers between stages.
-        what: Gradient, activation, parameter, border, ring (transfers during
-            computation), halo (elements of neighbours for windows), moments (optimizer
-            state that is averaged), or, of embedding tables, ids, rows and row
+        phase: ``forward``, ``backward``, ``update``, or ``turn`` for transfers between
+            lockstep stages.
+        what: Contents: ``gradient``, ``activation``, ``parameter``, ``border`` (a
+            reshard), ``ring`` (transfers during computation), ``halo``, or ``moments``
+            (averaged optimizer state). For embedding tables ids, rows and row
             gradients.
-        payload_bytes: Bytes on one device per execution.
-        count: Number of executions in one micro-batch (in one step for the update).
-        scope: One of its places in the model.
+        payload_bytes: Payload bytes on one device per execution.
+        count: Number of executions in one micro-batch, or once per step for ``update``.
+        scope: Name stack of one of the collectives, for reports.
     """
 
     kind: CollectiveKind
@@ -497,8 +503,7 @@ class Collective:
 
 
 _MOST_FLOPS = 10**36
-"""Largest accepted FLOPs of a step. Steps of today's largest models take more than a
-64-bit integer holds."""
+"""Largest accepted FLOPs of a step, which may exceed a 64-bit integer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,16 +512,17 @@ class ModelWork:
 
     Attributes:
         parameters: Number of elements of all parameters.
-        trained: Number of trained elements.
+        trained: Number of elements of trained parameters.
         active: Number of elements that compute a token; fewer than all if only some
             experts compute it.
-        chosen: Number of active elements whose results a token uses; fewer than
-            ``active`` if all experts compute every token and only some are chosen.
+        chosen: Number of active elements whose results a token uses. It is smaller than
+            ``active`` if all experts compute every token and results of some are
+            dropped.
         samples: Number of samples of a global batch.
-        tokens: Number of tokens of a global batch; 0 if its leaves have no tokens.
-        step_flops: FLOPs of the matrix products of a step over the global batch,
-            without recomputation.
-        dtype: Type of the operands of most products, such as ``"bf16"``.
+        tokens: Number of tokens of a global batch; 0 if no leaf has tokens.
+        step_flops: FLOPs of a step's matrix products for the global batch, without
+            recomputation.
+        dtype: Dtype of the operands of most products, such as ``"bf16"``.
     """
 
     parameters: int
@@ -545,7 +551,7 @@ class ModelWork:
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens of a sample; 0 if a batch has none."""
+        """Number of tokens of a sample; 0 if a batch has none."""
         return self.tokens // self.samples
 
     @property

@@ -1,4 +1,4 @@
-"""Exceptions of planning, which every folder of the planner may import."""
+"""Exceptions of planning, which all folders of the planner may import."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from whalejax.meshes.errors import WhaleError
 
 
 class PlanError(WhaleError):
-    """A plan that cannot be made, read or used."""
+    """A plan cannot be made, read or used."""
 
 
 class DeviceCountError(PlanError):
-    """The request is impossible on this number of devices; another may work."""
+    """The request is impossible on this number of devices, perhaps not on others."""
 
 
 class NotFaster(PlanError):
@@ -18,12 +18,12 @@ class NotFaster(PlanError):
 
 
 class NothingFits(PlanError):
-    """No plan fits the memory.
+    """No plan fits in memory.
 
     Attributes:
         lacks_bytes: Bytes that the nearest plan lacks on one device.
-        of_bytes: Memory of one device.
-        nearest: Text of that plan's layout.
+        of_bytes: Bytes of memory of one device.
+        nearest: Text of the nearest plan's layout.
         what: ``"device memory"`` or ``"host memory"``.
     """
 
@@ -53,7 +53,8 @@ class NothingFits(PlanError):
 
         Args:
             more: Sentence to append.
-            lacks_bytes, of_bytes: New values of the attributes; None keeps the old.
+            lacks_bytes, of_bytes: Values of the attributes; None keeps the present
+                ones.
         """
         return NothingFits(
             f"{self}. {more}",

@@ -1,13 +1,13 @@
-"""The options of a step: recomputation, offload, chunks and the like.
+"""The options of a step: remat, offload, chunks and others.
 
-Each option is a field of three classes, one for each stage of planning:
+Each option is a field of three classes, one for each phase of planning:
 
     ``UserOptions``   as ``wh.plan`` takes it, checked without the model
-    ``FixedOptions``  checked against the model: requirements of a search
-    ``StepOptions``   values in a plan, their words in reports, their limits in files
+    ``FixedOptions``  checked against the model, as a requirement of the search
+    ``StepOptions``   values in a plan, with their texts in reports and limits in files
 
-A request, a search's candidates and a plan inherit these fields and pass them on
-together. So code that only passes an option on does not name it.
+Requests, candidates and plans inherit these fields and pass them on together. So code
+that only passes an option on does not name it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from whalejax.planner.cost_terms import ALL, OFFLOADS, Chosen, Remat
 
 
 REMAT_POLICIES: Final = ("none", "dots", "named", "full")
-"""Remat policies, the one that saves most first."""
+"""Remat policies; the one with least recomputation comes first."""
 
 ATTENTION_KINDS: Final = ("ring", "gather")
 
 COMBINATIONS: Final = ("mean", "adasum", "adasum_nodes", "adasum_updates")
-"""Ways in which ranks of ``data`` combine their gradients."""
+"""Ways to combine the gradients of the ranks of ``data``."""
 
 
 STAGE_ESTIMATES: Final = ("offload", "loss_chunks", "attention")
-"""Options that no executor runs in stages; only estimates may have them."""
+"""Options that no executor runs in stages; estimates may have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptions:
-    """Options of a step from a user; None leaves one to the planner.
+    """Options of a step that the user gave; None leaves an option to the planner.
 
     Attributes:
         remat: ``"none"``, ``"dots"``, ``"named"`` (or ``"named:a,b"``) or ``"full"``;
-            or a policy for each TaskGraph by name.
+            or a policy by name of a TaskGraph.
         offload: State in host memory: some of ``"optimizer"``, ``"activations"`` and
-            ``"params"`` (and, in estimates, ``"gradients"``); ``"none"`` or ``()`` for
+            ``"params"``, in estimates also ``"gradients"``. ``"none"`` and ``()`` mean
             nothing.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
-        attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by name.
-        loss_chunks: Chunks of a device's tokens whose logits are computed in turn.
-        combine: One of ``COMBINATIONS``.
+        attention: ``"ring"`` or ``"gather"``; or one of them by name of a TaskGraph.
+        loss_chunks: Number of chunks of a device's tokens whose logits are computed one
+            after the other.
+        combine: Combination of gradients, in ``COMBINATIONS``.
     """
 
     remat: str | Mapping[str, str] | None = None
@@ -60,14 +61,16 @@ class UserOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedOptions:
-    """Options of a step that a user fixed for a model; None leaves one to the search.
+    """Options of a step that the user fixed for a model; None leaves them to the
+    search.
 
     Attributes:
-        remat: Rematerialisation policy of each TaskGraph.
+        remat: (TaskGraph, policy) pairs.
         offload: State in host memory, in the order of ``OFFLOADS``.
         sequence_parallel: Whether ``tensor`` shards the sequence between products.
-        attention: Variant of attention, by TaskGraph.
-        loss_chunks: Number of chunks of the tokens whose logits are computed in turn.
+        attention: (TaskGraph, kind) pairs.
+        loss_chunks: Number of chunks of a device's tokens whose logits are computed one
+            after the other.
         combine: Combination of gradients over the ranks of ``data``.
     """
 
@@ -79,17 +82,17 @@ class FixedOptions:
     combine: str = "mean"
 
     def or_off(self, **decided: Any) -> dict[str, Any]:
-        """Returns a candidate's values of all options: fixed, or without effect.
+        """Returns all options of a candidate; those left open have no effect.
 
         Args:
-            decided: Options of the candidate.
+            decided: Options of the candidate that replace the fixed ones.
         """
         own = {name: getattr(self, name) for name in options_of(StepOptions())}
         fixed = {name: value for name, value in own.items() if value is not None}
         return options_of(StepOptions(**{**fixed, **decided}))
 
     def refused_by_stages(self) -> dict[str, str]:
-        """Returns why pipeline stages cannot have these options, with remedies.
+        """Returns why pipeline stages cannot have some of these options, with remedies.
 
         Returns:
             Reasons by name of the option.
@@ -98,13 +101,13 @@ class FixedOptions:
         if self.offload:
             result["offload"] = (
                 f"offload is {', '.join(self.offload)}: stages keep nothing in host "
-                "memory yet. Leave offload out, or the axis stage"
+                "memory in this version. Leave offload out, or the axis stage"
             )
         if (self.loss_chunks or 1) > 1:
             result["loss_chunks"] = (
-                f"loss_chunks is {self.loss_chunks}: stages make all logits of a "
-                "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
-                "micro-batches make fewer logits at once"
+                f"loss_chunks is {self.loss_chunks}: stages compute all logits of a "
+                "micro-batch at once. Leave loss_chunks or the axis stage out; more "
+                "micro-batches compute fewer logits at once"
             )
         if self.combine != "mean":
             result["combine"] = (
@@ -113,32 +116,33 @@ class FixedOptions:
             )
         if any(kind == "ring" for _, kind in self.attention or ()):
             result["attention"] = (
-                'attention is "ring": stages do not run attention in blocks yet. Leave '
-                "attention out, or the axis stage"
+                'attention is "ring": stages do not run attention in blocks in this '
+                "version. Leave attention out, or the axis stage"
             )
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Decided options of a step; by default none has any effect.
+    """Decided options of a step; the defaults have no effect.
 
     Attributes:
-        remat: (TaskGraph, policy) pairs for the backward pass's recomputation:
+        remat: (TaskGraph, policy) pairs for recomputation in the backward pass:
             ``"dots"`` saves results of products with weights, ``"named"`` values that
             the model names, ``"full"`` only the inputs of a layer.
-        offload: State in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` (those with ``hosted``); in estimates
-            also ``"gradients"``.
+        offload: State in host memory: ``"optimizer"`` (state of matrices; vectors stay
+            on the device), ``"activations"``, ``"params"`` (parameters with
+            ``hosted``), in estimates also ``"gradients"``.
         sequence_parallel: Whether ``tensor`` shards the sequence between the products
             whose other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) pairs for attention that
-            differs from the model's; ``"*"`` means the others.
-        loss_chunks: Chunks of a device's tokens whose logits are computed in turn.
-        combine: Combination of the ranks of ``data``, each with its own samples:
-            ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
-            means over the ranks of a node, or ``"adasum_updates"`` of the updates by
-            each rank's optimizer.
+            differs from the model's; ``"*"`` stands for all other TaskGraphs.
+        loss_chunks: Number of chunks of a device's tokens whose logits are computed one
+            after the other.
+        combine: Combination over the ranks of ``data``, each with samples of its own:
+            ``"mean"`` of gradients, ``"adasum"`` of gradients, ``"adasum_nodes"`` of
+            their means over the ranks of a node, or ``"adasum_updates"`` of the updates
+            by each rank's optimizer.
     """
 
     remat: Remat = ()
@@ -150,7 +154,7 @@ class StepOptions:
 
 
 class ProgramOptions(NamedTuple):
-    """Options that change a loss's program: each value needs another capture.
+    """Options that change a loss's program, so that each value needs another capture.
 
     Attributes:
         remat, attention, loss_chunks: Fields of ``StepOptions``, unchanged.
@@ -162,7 +166,7 @@ class ProgramOptions(NamedTuple):
 
     @classmethod
     def of(cls, fixed: FixedOptions, remat: Remat, attention: Chosen) -> Self:
-        """Returns a program's options, with the fixed number of loss chunks or one.
+        """Returns the options of a program, with one loss chunk if the user fixed none.
 
         Args:
             fixed: Options that the user fixed.
@@ -172,7 +176,7 @@ class ProgramOptions(NamedTuple):
 
 
 LOSS_CHUNKS: Final = 16
-"""Number of chunks of a device's tokens that the planner tries if memory is short."""
+"""Number of loss chunks that the planner tries if memory is short."""
 
 OPTION_NAMES: Final[Mapping[str, str]] = {
     "remat": "remat",
@@ -186,7 +190,7 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
 
 
 def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
-    """Returns the options of a plan, candidate or request, as arguments.
+    """Returns the options of a plan, candidate or request, as keyword arguments.
 
     >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
     4
@@ -198,13 +202,13 @@ def options_off(*keep: str) -> dict[str, Any]:
     """Returns options without effect, for models whose options other code chooses.
 
     Args:
-        keep: Names of options to omit from the result.
+        keep: Names of options to leave out of the result.
     """
     return {k: v for k, v in options_of(StepOptions()).items() if k not in keep}
 
 
 def option_words(chosen: StepOptions, axes: Container[str]) -> list[str]:
-    """Describes each option, except the mesh, that has an effect.
+    """Returns a text on each option that has an effect; the mesh is not among them.
 
     Args:
         chosen: Options of a plan.
@@ -225,7 +229,7 @@ def option_words(chosen: StepOptions, axes: Container[str]) -> list[str]:
 
 
 def option_rows(chosen: StepOptions, axes: Container[str]) -> list[tuple[str, str]]:
-    """Returns the (name, value) of every option for a table of settings.
+    """Returns (name, value) of every option, for a table of settings.
 
     Args:
         chosen, axes: Arguments of ``option_words``, unchanged.
@@ -247,7 +251,7 @@ def named_in(policy: str) -> tuple[str, ...]:
 
 
 def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns the (path, value, possible values) of every option that is a text.
+    """Returns (path, value, possible values) of every option that is a text.
 
     A remat policy that lists names counts as ``"named"``.
     """
@@ -268,10 +272,10 @@ def option_counts(chosen: StepOptions) -> dict[str, int]:
 
 
 def check_user_options(options: UserOptions, problems: Arguments) -> None:
-    """Records invalid options, with which no model can be planned.
+    """Records invalid options, whatever the model.
 
     Args:
-        options: Options from the user.
+        options: Options that the user gave.
         problems: Collector of the errors.
     """
     if not isinstance(options.sequence_parallel, bool | None):
@@ -327,8 +331,7 @@ def _check_offload(offload: object, problems: Arguments) -> None:
     for name in [offload] if isinstance(offload, str) else offload:
         if not isinstance(name, str) or name not in OFFLOADS:
             problems.add(
-                f"offload: {short_repr(name)} is none of {known}; 'none', alone, is "
-                "nothing"
+                f"offload: {short_repr(name)} is none of {known}; 'none' must be alone"
             )
 
 
@@ -353,7 +356,7 @@ def by_task_graph(value: object) -> bool:
 
 
 def combine_words(combine: str) -> str:
-    """Describes the combination of gradients over ``data``; empty for their mean.
+    """Returns the text of the combination of gradients; empty for their mean.
 
     >>> combine_words("adasum_nodes")
     'Adasum of gradients across nodes'
@@ -366,7 +369,7 @@ def combine_words(combine: str) -> str:
 
 
 def offload_words(offload: tuple[str, ...]) -> str:
-    """Describes the state in host memory; empty if there is none.
+    """Returns the text of the state in host memory; empty without any.
 
     >>> offload_words(("optimizer", "params"))
     'optimizer and params in host memory'
@@ -375,13 +378,13 @@ def offload_words(offload: tuple[str, ...]) -> str:
 
 
 def attention_words(attention: Chosen, axes: Container[str]) -> str:
-    """Describes a plan's attention; empty if it runs as the model defines it.
+    """Returns the text of a plan's attention; empty if it runs as the model defines it.
 
-    Keys and values go round only if ``context`` shards the sequence; otherwise each
-    device computes its scores in blocks.
+    Keys and values go round a ring only if ``context`` shards the sequence. If not,
+    each device computes its scores in blocks.
 
     Args:
-        attention: Variant of attention, by TaskGraph.
+        attention: (TaskGraph, kind) pairs.
         axes: Mesh axes of the plan, without those of size 1.
 
     >>> attention_words((("*", "ring"),), ["data"])
@@ -397,7 +400,7 @@ def attention_words(attention: Chosen, axes: Container[str]) -> str:
 
 
 def remat_words(remat: Remat) -> str:
-    """Describes a plan's remat, such as ``"remat full"``; empty if there is none.
+    """Returns the text of a plan's remat, such as ``"remat full"``; empty without any.
 
     >>> remat_words((("*", "full"),))
     'remat full'

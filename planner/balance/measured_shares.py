@@ -1,14 +1,14 @@
 """Shares that follow the measured speed of replicas during a run.
 
-Speeds change: other programs come and go, chips get hot. Every process receives the
-same measurements and computes the same shares, so no agreement is needed. A change is
-believed when it lasts, sooner the more it costs. Shares change only for a sufficient
-gain. They are even if measurements scatter too widely to compare speeds.
+Speeds change as other programs come and go and chips get hot. Every process receives
+the same measurements and computes the same shares, so no agreement is needed. A change
+of speed counts only if it lasts, and sooner the more it costs. Shares change only for a
+sufficient gain. They are even if measurements scatter too widely to compare speeds.
 
-The wait balances two costs. Shares that ignore a change lose time in every step; shares
+The wait balances two costs. Shares that ignore a change lose time in every step. Shares
 that follow a short change lose as much until they are reset. Waiting until the loss
-equals the largest cost of following is never far from the best choice without knowledge
-of the future.
+equals the largest cost of following is never far from the best choice, although the
+future is unknown.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ WINDOW: Final = 16
 """Number of a replica's latest measurements that count."""
 
 LEAST: Final = 3
-"""Measurements before any conclusion; as many in a row can show a change."""
+"""Number of measurements before any conclusion; as many in a row can show a change."""
 
 WORTH: Final = 0.01
-"""Part by which a step must get shorter for shares to change."""
+"""Fraction by which a step must get shorter for shares to change."""
 
 LOST: Final = 2.0
-"""Lost steps before a change is believed: as many as a measurement takes to arrive.
-Smaller losses are followed as the median of the window moves."""
+"""Loss before a change counts, in steps: as many as a measurement takes to arrive.
+Smaller losses are followed as the median of the window moves.
+"""
 
 SCATTER: Final = 0.5
-"""Interquartile range over the median above which nothing is concluded."""
+"""Interquartile range, divided by the median, above which nothing is concluded."""
 
 PROBE: Final = 64
-"""Steps after which a replica without a share gets one micro-batch."""
+"""Number of steps after which a replica without a share gets one micro-batch."""
 
 
 class Rebalance:
-    """Shares of replicas, by the seconds of a micro-batch on each.
+    """Shares of replicas that follow the seconds of a micro-batch on each.
 
     Attributes:
-        shares: Micro-batches of each replica, for the next step.
+        shares: Number of micro-batches of each replica in the next step.
         seconds: Estimated seconds of a micro-batch on each replica; 0 if unknown.
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
-        """Starts with the given shares.
+        """Creates the shares of the first step.
 
         Args:
-            given: Micro-batches of each replica.
-            most: Largest share that fits each replica's memory; None for no bound.
+            given: Number of micro-batches of each replica.
+            most: Largest share that fits each replica's memory; None for no limit.
         """
         self.shares = tuple(given)
         self._most = [sum(given)] * len(given) if most is None else list(most)
@@ -63,13 +64,13 @@ class Rebalance:
         self._idle = 0
 
     def saw(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Records one step's measurements.
+        """Records one step's measurements, and returns the next shares.
 
         Args:
             seconds: Measured seconds of a micro-batch on each replica; 0 if unknown.
 
         Returns:
-            Shares of the next step.
+            Number of micro-batches of each replica in the next step.
         """
         for seen, value in zip(self._seen, seconds, strict=True):
             if value > 0:
@@ -81,7 +82,7 @@ class Rebalance:
         return self.shares
 
     def _forget(self) -> None:
-        """Drops measurements from before a change that has cost enough."""
+        """Drops the measurements before a change that has cost enough."""
         if not all(self._seen):
             return
         for count in range(LEAST, WINDOW // 2 + 1):
@@ -101,7 +102,7 @@ class Rebalance:
 
     def _settle(self) -> None:
         if any(len(seen) < LEAST for seen in self._seen):
-            # Replicas without a share cannot be measured.
+            # A replica without a share has no measurements.
             if all(
                 len(seen) >= LEAST or not share
                 for seen, share in zip(self._seen, self.shares, strict=True)
@@ -124,7 +125,7 @@ class Rebalance:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
-        """Gives a micro-batch, now and then, to each idle replica to measure it."""
+        """Gives each idle replica a micro-batch now and then, to measure it."""
         pairs = enumerate(zip(self.shares, self._most, strict=True))
         idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0
@@ -139,8 +140,8 @@ class Rebalance:
 def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:
     """Returns the seconds before the latest measurements, and the size of their change.
 
-    The latest measurements show a change if all are on one side. The one that differs
-    least gives its size.
+    Latest measurements show a change if all are on one side. The smallest difference is
+    its size.
     """
     if len(seen) < LEAST + count:
         middle = statistics.median(seen)

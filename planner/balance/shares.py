@@ -1,13 +1,13 @@
-"""Shares of mixed devices: the micro-batches of a step that each takes.
+"""Shares of mixed devices: how many micro-batches of a step each computes.
 
-Data-parallel ranks wait for the slowest, so the shares are the integers ``k`` that
-minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's Formula 1
-defines the same in fractions: ``water_fill`` solves it exactly, and
-``whale_algorithm1`` has the algorithm of the paper.
+Data-parallel ranks wait for the slowest, so shares are the integers ``k`` that minimise
+``max(k_i * t_i)``. A device's memory may limit its share. Whale's Formula 1 defines
+shares as fractions: ``water_fill`` solves it exactly, and ``whale_algorithm1`` has the
+algorithm of the paper.
 
-A data sheet, and even measured products and bandwidths, give the limits of a device.
-The relative speed of two kinds on a model is known only after it has run on both;
-``corrections`` follow from measured times of the model's own micro-batches.
+Data sheets, and even measured products and bandwidths, give only the limits of a
+device. The relative speed of two kinds on a model is known only after the model has run
+on both. ``corrections`` follow from measured times of the model's own micro-batches.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device that takes a share of equal pieces: samples, micro-batches or rows.
+    """Device that has a share of equal pieces: samples, micro-batches or rows.
 
-    A device's memory has a part that does not depend on its share, and one that grows
-    with each piece. Sequential micro-batches add nothing: one of them is always
-    included.
+    A part of its memory use does not depend on the share, and a part grows with each
+    piece. Micro-batches that run in sequence add nothing, as the first part includes
+    one of them.
 
     Attributes:
         name: Name such as ``"v100-32"``.
-        seconds: Seconds of one piece on it, measured or predicted.
-        memory_bytes: Memory of the device.
-        static_bytes: Bytes of parameters, gradients, optimizer state and all else that
-            does not grow with the share.
-        piece_bytes: Bytes of each piece: its activations.
+        seconds: Measured or predicted seconds of one piece on the device.
+        memory_bytes: Memory of the device in bytes.
+        static_bytes: Bytes that do not grow with the share, such as parameters,
+            gradients and optimizer state.
+        piece_bytes: Bytes of one piece, such as its activations.
     """
 
     name: str = "device"
@@ -51,7 +51,7 @@ class Device:
     piece_bytes: float = 0.0
 
     def needs(self, pieces: float) -> float:
-        """Returns the bytes that some pieces need.
+        """Returns the bytes that a number of pieces needs.
 
         >>> Device(seconds=1.0, static_bytes=4.0, piece_bytes=2.0).needs(3)
         10.0
@@ -59,7 +59,7 @@ class Device:
         return self.static_bytes + pieces * self.piece_bytes
 
     def most(self, total: int) -> int:
-        """Returns the number of pieces, at most ``total``, that fit the memory.
+        """Returns the number of pieces, at most ``total``, that fit in memory.
 
         >>> Device(seconds=1.0, memory_bytes=9.0, piece_bytes=2.0).most(12)
         4
@@ -77,9 +77,9 @@ class Balance:
     """Shares of devices, compared with even ones.
 
     Attributes:
-        devices: Devices that take shares.
+        devices: Devices with the shares.
         pieces: Number of pieces of each device.
-        even: Pieces of each device if all are treated equally; within memory.
+        even: Number of pieces of each device in even shares, within memory.
     """
 
     devices: tuple[Device, ...]
@@ -103,11 +103,11 @@ class Balance:
 
     @property
     def bound(self) -> float:
-        """Largest possible gain of any shares: ``speed_bound``."""
+        """Largest possible gain of any shares; see ``speed_bound``."""
         return speed_bound([d.seconds for d in self.devices])
 
     def words(self) -> str:
-        """Formats shares, gain and bound in one line.
+        """Returns the shares, the gain and its bound in one line.
 
         >>> fast, slow = Device(name="a", seconds=1.0), Device(name="b", seconds=2.0)
         >>> balance(12, [fast, slow]).words()
@@ -124,7 +124,7 @@ class Balance:
 
 
 def gain_words(gain: float, bound: float) -> str:
-    """Describes the gain of shares over even ones, versus the largest possible one.
+    """Returns the text of a gain over even shares, and of its bound.
 
     >>> gain_words(1.18, 1.25)
     '1.18× as fast as even shares (at most 1.25×)'
@@ -135,11 +135,11 @@ def gain_words(gain: float, bound: float) -> str:
 def idle_note(
     what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
 ) -> str | None:
-    """Returns the note on devices without pieces, and why; None if there are none.
+    """Returns the note on devices without pieces, with the reason; None without any.
 
     Args:
         what: Name of the devices, such as ``"replicas"``.
-        pieces: Number of pieces of each.
+        pieces: Number of pieces of each device.
         seconds: Seconds of one piece on each device.
         pace: Seconds after which the last device finishes.
 
@@ -159,9 +159,9 @@ def idle_note(
 
 
 def speed_bound(seconds: Sequence[float]) -> float:
-    """Returns the largest gain over even shares: Σw / (n · min w), w the speeds.
+    """Returns the largest gain over even shares: Σw / (n · min w), with w the speeds.
 
-    Even shares wait for the slowest device; ideal ones keep all busy to the end.
+    Even shares wait for the slowest device. Ideal shares keep all devices busy.
 
     Args:
         seconds: Seconds of one piece on each device.
@@ -176,15 +176,15 @@ def speed_bound(seconds: Sequence[float]) -> float:
 def balance(total: int, devices: Sequence[Device]) -> Balance:
     """Divides equal pieces among mixed devices, as fast as memory allows.
 
-    The result is exact: no integer shares that fit finish earlier.
+    The result is exact: no other integer shares that fit finish earlier.
 
     Args:
         total: Total number of pieces.
-        devices: Devices that share the pieces. A slow device may get none.
+        devices: Devices that get the pieces; a slow device may get none.
 
     Raises:
-        PlanError: Some device cannot store one piece, or all together too few; names
-            the missing bytes.
+        PlanError: A device has no memory for one piece, or all devices together have
+            too little; names the missing bytes.
 
     >>> found = balance(
     ...     12,
@@ -206,14 +206,14 @@ def balance(total: int, devices: Sequence[Device]) -> Balance:
 
 
 def room_of(total: int, devices: Sequence[Device]) -> list[int]:
-    """Returns the number of pieces that fit each device.
+    """Returns how many pieces fit on each device.
 
     Args:
         total: Total number of pieces.
-        devices: Devices that share the pieces.
+        devices: Devices that get the pieces.
 
     Raises:
-        PlanError: Some device cannot store one piece, or all together too few.
+        PlanError: A device has no memory for one piece, or all devices have too little.
     """
     problems = Problems("memory for shares", PlanError)
     most = [device.most(total) for device in devices]
@@ -221,18 +221,18 @@ def room_of(total: int, devices: Sequence[Device]) -> list[int]:
         if total and not most[i]:
             short = device.needs(1) - device.memory_bytes
             problems.add(
-                f"device {i} ({device.name}) holds not one piece: it needs "
+                f"device {i} ({device.name}) has no memory for one piece: it needs "
                 f"{device.needs(1):.0f} bytes and has {device.memory_bytes:.0f}, "
-                f"{short:.0f} short. Use smaller pieces (more micro-batches), keep "
+                f"{short:.0f} short. Use smaller pieces (more micro-batches), save "
                 "less for the backward pass (remat), shard more, or leave it out"
             )
     missing = total - sum(most)
     if missing > 0 and not problems:
         least = min(d.piece_bytes for d in devices)
         problems.add(
-            f"all devices are too small: they hold {sum(most)} pieces and there are "
-            f"{total}, {missing * least:.0f} bytes short. Use a smaller batch, more "
-            "devices, or keep less for the backward pass (remat)"
+            f"all devices are too small: {sum(most)} pieces fit, but there are "
+            f"{total}, {missing * least:.0f} bytes short. Use a smaller batch or more "
+            "devices, or save less for the backward pass (remat)"
         )
     problems.raise_if_any()
     return most
@@ -244,10 +244,10 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
     Args:
         pieces: Number of pieces of each device.
         total: Total number of pieces.
-        devices: Devices that take them.
+        devices: Devices with these pieces.
 
     Raises:
-        PlanError: Wrong number of shares or pieces, or more than fit a device.
+        PlanError: Shares have the wrong number or sum, or do not fit on a device.
     """
     problems = Problems("shares", PlanError)
     if len(pieces) != len(devices):
@@ -265,22 +265,22 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
         if count > most:
             short = device.needs(count) - device.memory_bytes
             problems.add(
-                f"device {i} ({device.name}) got {count} and holds {most}, "
+                f"device {i} ({device.name}) got {count} pieces, but only {most} fit, "
                 f"{short:.0f} bytes short. Give it at most {most}"
             )
     problems.raise_if_any()
 
 
 def water_fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
-    """Solves Whale's Formula 1 exactly: proportional shares, within bounds.
+    """Solves Whale's Formula 1 exactly: proportional shares within bounds.
 
-    ``L_i = min(most_i, level · w_i)``, with the level at which they add up to 1
-    (Jia et al., 2022, section 3.3.1, formula 1). Of all shares that minimise the
-    formula's ``Σ |L_i − w_i / Σw|``, these also finish first.
+    ``L_i = min(most_i, level · w_i)``, where ``level`` makes them add up to 1 (Jia et
+    al., 2022, section 3.3.1, formula 1). Of all shares that minimise the formula's ``Σ
+    |L_i − w_i / Σw|``, these also finish first.
 
     Args:
         weights: Speed of each device, in any unit.
-        most: Largest share that fits each device's memory.
+        most: Largest share that fits in each device's memory, as a fraction.
 
     Raises:
         PlanError: The bounds add up to less than 1, or a number is invalid.
@@ -291,7 +291,7 @@ def water_fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, 
     [0.4444, 0.5556]
     """
     _check_fractions(weights, most)
-    # The device that fills up first comes first; the others share the rest.
+    # The device that is full first comes first; the others divide the rest.
     order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
     result, left = [0.0] * len(weights), 1.0
     for place, i in enumerate(order):
@@ -312,14 +312,14 @@ def _check_fractions(weights: Sequence[float], most: Sequence[float]) -> None:
         problems.add(f"most is {', '.join(map(str, most))}; expected numbers from 0")
     elif math.fsum(most) < 1 - 1e-12:
         problems.add(
-            f"the devices hold {math.fsum(most):.6g} together; there is 1. "
-            "Use more devices, or make what is shared smaller"
+            f"the devices hold at most {math.fsum(most):.6g} together, less than 1. "
+            "Use more devices, or divide something smaller"
         )
     problems.raise_if_any()
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divides pieces in proportion to weights; the largest remainders get the rest.
+    """Divides pieces in proportion to weights, and rounds by the largest remainders.
 
     Args:
         total: Total number of pieces.
@@ -340,7 +340,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
-    """Returns the micro-batches of each replica.
+    """Returns the numbers of each replica's micro-batches.
 
     Args:
         shares: Number of micro-batches of each replica.
@@ -357,16 +357,16 @@ def shares(
 ) -> tuple[int, ...]:
     """Divides equal pieces of work so that the last device finishes soonest.
 
-    The result is exact: a piece always goes to the device that would finish it first,
-    which is optimal for pieces of one size. Of equal devices, the first takes more.
+    The result is exact. Each piece goes to the device that would finish it first, which
+    is optimal for pieces of one size. Of equal devices, the first gets more.
 
     Args:
-        total: Number of pieces (micro-batches), at least 0.
+        total: Number of pieces, 0 or more.
         seconds: Seconds of one piece on each device.
-        most: Pieces that fit each device, or None for no bound.
+        most: Largest number of pieces that fits on each device; None for no limit.
 
     Returns:
-        Pieces of each device; they add up to ``total``. A device may get none.
+        Number of pieces of each device; they add up to ``total``. A device may get 0.
 
     Raises:
         PlanError: The bounds allow fewer pieces than ``total``, or a number is invalid.
@@ -378,7 +378,7 @@ def shares(
     """
     bounds = [total] * len(seconds) if most is None else list(most)
     _check(total, seconds, bounds)
-    # Each gets at least what it finishes before the ideal time, rounded down.
+    # Each device gets at least what it finishes in the ideal time, rounded down.
     result = _start(total, seconds, bounds)
     queue = [
         ((result[i] + 1) * t, i) for i, t in enumerate(seconds) if result[i] < bounds[i]
@@ -404,7 +404,7 @@ def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:
     elif sum(bounds) < total:
         listed = ", ".join(map(str, bounds))
         problems.add(
-            f"the devices hold {sum(bounds)} pieces together ({listed}); there are "
+            f"the devices hold {sum(bounds)} pieces together ({listed}), but there are "
             f"{total}. Use smaller micro-batches, or more devices"
         )
     problems.raise_if_any()
@@ -415,13 +415,13 @@ def _start(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> list[
     speed = math.fsum(1.0 / t for t in seconds)
     if not speed:
         return [0] * len(seconds)
-    # With one piece fewer per device than at the ideal time, none is in excess.
+    # Minus one piece per device, the pieces of the ideal time exceed no optimal share.
     ideal = max(0, total - len(seconds)) / speed
     return [min(b, int(ideal / t)) for t, b in zip(seconds, bounds, strict=True)]
 
 
 def even_shares(total: int, count: int) -> tuple[int, ...]:
-    """Returns pieces as even as integers allow; the first devices take the remainder.
+    """Returns numbers of pieces as even as integers allow; the first have one more.
 
     >>> even_shares(8, 3)
     (3, 3, 2)
@@ -436,26 +436,26 @@ def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def weights_hash(leaves: Iterable[Tensor | LeafPlan]) -> str:
-    """Returns a short hash of a model's parameters, the key of its timings.
+    """Returns a short hash of a model's parameters, by which its timings are found.
 
     Args:
-        leaves: Parameters with paths and shapes, in any order. Neither the batch nor
-            the precision matters.
+        leaves: Parameters with paths and shapes, in any order. Their dtypes do not
+            count.
     """
     text = json.dumps(sorted((leaf.path, leaf.shape) for leaf in leaves))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
-    """Returns the measured over the predicted time of a model on each kind.
+    """Returns the measured time of a model over its predicted time, on each kind.
 
     Args:
         kinds: Kinds of the replicas.
         weights: ``weights_hash`` of the model.
 
     Returns:
-        One ratio for each kind. All are 1 unless the model was timed on every kind:
-        otherwise measured times would be compared with predicted ones.
+        One ratio per kind. All are 1 unless the model was timed on every kind, as
+        measured times cannot be compared with predicted ones.
     """
     result = []
     for kind in kinds:
@@ -467,7 +467,7 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
 
 
 def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
-    """Returns the note on the sources of the kinds' measured speeds."""
+    """Returns the note on the sources of the kinds' speeds."""
     names = dict.fromkeys(kinds)
     timed = {
         kind: [model for model in kind.timed_models if model.weights == weights]
@@ -484,7 +484,7 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
         f"{kind.display_name()} {result[-1].seconds / result[-1].samples * 1e3:.3g} ms"
         for kind, result in timed.items()
     )
-    return f"shares: by this model's own samples, measured: {words} each"
+    return f"shares: by measured times of this model's own samples: {words} each"
 
 
 def _weights_note(kinds: Sequence[DeviceKind]) -> str:

@@ -1,16 +1,16 @@
-"""Whale's Formula 1 and Algorithm 1, as in the paper, with their gaps closed.
+"""Whale's Formula 1 and Algorithm 1 as in the paper, for comparison with ``shares``.
 
-Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous GPUs", USENIX ATC
-2022, section 3.3.1. The planner takes its shares from ``shares``, which is exact; this
-module serves for comparison. The gaps in the paper are closed as follows.
+They are from Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous
+GPUs", USENIX ATC 2022, section 3.3.1. The planner uses ``shares``, which is exact. This
+module closes the gaps of the paper as follows:
 
 - A peak is a device with too little memory for its load, a valley one with room. A peak
-  gives away only its excess: more would overload the valley needlessly. If one valley
-  cannot take all of it, the next valley takes the rest.
+  gives away only its excess, as more would overload the valley needlessly. If one
+  valley cannot take all of it, the next valley takes the rest.
 - A device without room for one more sample is no longer a valley.
 - Shares are integers, rounded by largest remainders before memory is considered.
-- Memory has a constant part and one per sample. The paper scales all of it with the
-  load, which is the case of no constant part.
+- Memory has a constant part and a part per sample. In the paper, all memory grows with
+  the load, as if the constant part were 0.
 
 The algorithm moves as much of a peak's excess as fits to the least busy device. So its
 shares may take longer than the optimum.
@@ -32,11 +32,11 @@ from whalejax.planner.plan_errors import PlanError
 
 
 def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
-    """Computes the objective of Formula 1: Σ |L_i − DF_i / ΣDF|, DF the weights.
+    """Returns the objective of Formula 1: Σ |L_i − DF_i / ΣDF|, with DF the weights.
 
     Args:
-        loads: Share of each device; they add up to 1.
-        weights: FLOP/s, or speed, of each device.
+        loads: Share of each device as a fraction; they add up to 1.
+        weights: FLOP/s or speed of each device, in any unit.
 
     >>> round(formula_1([4 / 9, 5 / 9], [2.0, 1.0]), 4)
     0.4444
@@ -46,18 +46,18 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
-    """Balances load within memory as in the paper, with the gaps closed as above.
+    """Balances load within memory as in the paper, with its gaps closed.
 
     Args:
-        total: Samples of the global batch.
+        total: Number of samples of the global batch.
         devices: Devices of one TaskGraph; 1 / ``seconds`` stands for their FLOP/s.
 
     Returns:
-        Samples of each device.
+        Number of samples of each device.
 
     Raises:
-        PlanError: Some device cannot store one sample, or all together too few; names
-            the missing bytes.
+        PlanError: A device has no memory for one sample, or all devices together have
+            too little; names the missing bytes.
 
     >>> def device(flops, gigabytes):
     ...     return Device(
@@ -80,7 +80,7 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
     oom = {i for i, load in enumerate(loads) if load > most[i]}
     free = set(range(len(loads))) - oom
     while oom and free:
-        # Of equals the first, for a deterministic result.
+        # Of equal devices the first is chosen, so the result is deterministic.
         peak = max(sorted(oom), key=memory)
         valley = min(sorted(free), key=busy)
         moved = min(loads[peak] - most[peak], most[valley] - loads[valley])
@@ -96,11 +96,11 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Uneven shards of one dimension, which Whale's ``split`` gives mixed devices.
+    """Uneven shards of one dimension, as Whale's ``split`` gives mixed devices.
 
     Attributes:
         sizes: Size of each device's shard; the sizes add up to the dimension.
-        padded: Stored size on every device: shards of one program have one shape.
+        padded: Stored size on every device, as shards of one program have one shape.
         gain: Speed-up over even shards, without collectives.
         bound: Largest possible gain of any shards.
     """
@@ -114,12 +114,12 @@ class Shards:
 def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> Shards:
     """Divides a dimension in proportion to the speed of devices, as near as possible.
 
-    Every device stores the largest shard's size, and computes only its own.
+    Every device stores as much as the largest shard, and computes only its own shard.
 
     Args:
         size: Size of the dimension.
         seconds: Seconds of each device for the full dimension, or for any equal part.
-        multiple: Divisor of every shard size, such as a head's width.
+        multiple: Divisor of every shard's size, such as a head's width; default: 1.
 
     Raises:
         PlanError: ``multiple`` does not divide the dimension, or a time is invalid.
@@ -129,8 +129,8 @@ def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> 
     """
     if size % multiple:
         raise PlanError(
-            f"a dimension of {size} has no shards in multiples of {multiple}. Use a "
-            "multiple that divides it"
+            f"a dimension of {size} cannot be divided into multiples of {multiple}. "
+            "Use a multiple that divides it"
         )
     pieces = size // multiple
     shards = balance(pieces, [Device(seconds=t) for t in seconds])

@@ -1,15 +1,15 @@
 """Collectives of Adasum over the ranks of ``data``.
 
-Adasum(a, b) = (1 − a·b / 2‖a‖²) a + (1 − a·b / 2‖b‖²) b for each parameter (Maleki et
-al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3),
-applied to pairs of ranks, then to pairs of pairs. In one all-to-all, every rank gets a
-part of every parameter from all ranks. It combines these parts through all levels; a
-level needs only the dot products of all parts. One all-gather then sends each rank's
-part of the result to all. So any number of ranks moves 2 (n − 1) / n of the gradients,
-as an all-reduce does, and levels exchange only a few numbers.
+For each parameter, Adasum(a, b) = (1 − a·b / 2‖a‖²) a + (1 − a·b / 2‖b‖²) b (Maleki et
+al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3). It
+is applied to pairs of ranks, then to pairs of pairs, and so on.
 
-This module computes the bytes; ``lowering.spmd.adasum`` lays out its buffers
-accordingly.
+One all-to-all gives every rank a part of every parameter from all ranks. The rank
+combines these parts through all levels, which exchange only dot products. One
+all-gather then sends each rank's part of the result to all. So any number n of ranks
+moves 2 (n − 1) / n of the gradients' bytes, as an all-reduce does.
+
+This module computes the bytes of the buffers that ``lowering.spmd.adasum`` lays out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 
 COLUMN: Final = 64
-"""Numbers that are summed sequentially; the size of a parameter's part is a multiple of
-it."""
+"""Number of elements that are summed sequentially. A part's elements per tensor are
+padded to a multiple of it.
+"""
 
 DOT_NUMBERS: Final = 8
-"""Numbers that a device sends for a pair of tensors: a dot product and two squared
-norms, each as the sum of two floats, and two exponents."""
+"""Numbers that a device sends for a pair of tensors: two exponents, and a dot product
+and two squared norms as sums of two floats.
+"""
 
 DATA: Final = "data"
 
@@ -42,11 +44,12 @@ class Part:
     """Part of one parameter on one device of a rank.
 
     Attributes:
-        slices: Layers that the parameter stacks along its first dimension, each a
-            separate tensor; 1 if it stacks none.
-        here: Number of its tensors on the device.
-        numbers: Elements of one tensor on the device.
-        columns: Columns of the device's part of one tensor, each of ``COLUMN`` numbers.
+        slices: Number of layers that the parameter stacks along its first dimension,
+            each a separate tensor; 1 if it stacks none.
+        here: Number of the parameter's tensors on the device.
+        numbers: Number of elements of one tensor on the device.
+        columns: Number of columns of the device's part of one tensor; a column has
+            ``COLUMN`` elements.
     """
 
     slices: int
@@ -58,12 +61,12 @@ class Part:
     def of(
         cls, shape: Sequence[int], spec: Spec, slices: int, mesh: Mapping[str, int]
     ) -> Part:
-        """Returns the part of a parameter.
+        """Returns the part of a parameter on one device.
 
         Args:
             shape: Shape of the parameter.
             spec: Layout of the parameter on the axes other than ``data``.
-            slices: Layers that the parameter stacks.
+            slices: Number of layers that the parameter stacks.
             mesh: Axis sizes.
         """
         stacked = slices > 1
@@ -75,17 +78,17 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Columns of all slices on the device."""
+        """Number of columns of all tensors on the device."""
         return self.here * self.columns
 
 
 def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
-    """Returns the number of ranks of ``data`` that are averaged first.
+    """Returns how many ranks of ``data`` are averaged before Adasum.
 
     Args:
         mesh: Axis sizes, outermost first.
         cluster: Cluster of the mesh.
-        combine: Way to combine gradients.
+        combine: Combination: ``mean`` or a form of Adasum.
     """
     if combine != "adasum_nodes":
         return 1
@@ -94,9 +97,9 @@ def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
 
 
 def levels(groups: int) -> Iterator[int]:
-    """Yields the number of pairs that each level combines, for a number of groups.
+    """Yields the number of pairs that each level combines.
 
-    A group without a partner stays unchanged, as padding with zeros would give.
+    A group without a partner stays unchanged, as it would with a partner of zeros.
 
     >>> [*levels(8)], [*levels(5)]
     ([4, 2, 1], [2, 1, 1])
@@ -118,7 +121,7 @@ def combining(
     Args:
         parts: Parts of all trained parameters.
         mesh: Axis sizes.
-        node: Ranks that are averaged first.
+        node: Number of ranks that are averaged before Adasum; default: 1.
         itemsize_bytes: Bytes of a combined element.
     """
     ranks = mesh[DATA]
@@ -135,10 +138,10 @@ def combining(
 
 
 def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives of a loss and its gradient inside one rank of ``data``.
+    """Returns the collectives of the loss and gradients inside one rank of ``data``.
 
     Args:
-        collectives: Collectives of the global batch, over all axes that shard it.
+        collectives: Collectives for the global batch, over all axes that shard it.
     """
     inside = (
         dataclasses.replace(c, axes=tuple(a for a in c.axes if a != DATA))

@@ -1,17 +1,17 @@
-"""Attention in blocks of scores: their rounds in a ring, their time and traffic.
+"""Attention in blocks of scores: rounds in a ring of devices, time and traffic.
 
-Queries stay on their device; keys and values move to the next device in each round.
-Rows and columns are cut into blocks. In each round, a device computes the pairs of
-blocks that no mask hides. With a causal mask, the sequence is split in zig-zag order:
-device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices
-have the same number of pairs in every round. Brandon et al., "Striped Attention", 2023,
-say why; Llama 3's context parallelism uses this order. The lowering runs these tables
-and the cost model counts them.
+Queries stay on their device. Keys and values move to the next device in each round.
+Each round computes the pairs of row and column blocks that no mask hides.
 
-Forward there are two products for each block, backward five: the recomputed scores, and
-the cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
-algorithm 4). The compiler makes a kernel of each product, so a block's scores pass
-through memory between them.
+With a causal mask, the sequence is split in zig-zag order: device ``d`` of ``n`` has
+parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices compute equally many pairs in
+every round (Brandon et al., "Striped Attention", 2023; Llama 3's context parallelism
+uses this order). The lowering runs these tables, and the cost model counts them.
+
+A block has two products in the forward pass and five in the backward pass: the
+recomputed scores, and the cotangents of weights, values, queries and keys (Dao et al.,
+"FlashAttention", 2022, algorithm 4). The compiler makes a kernel of each product, so a
+block's scores pass through memory between products.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from whalejax.planner.sharding.operation_rows import Product
 
 
 BLOCK = 512
-"""Largest number of rows and columns of a block, whose scores are in memory at once."""
+"""Largest number of rows, and of columns, of a block; its scores are in memory."""
 
 Hidden = Callable[[int, int], np.ndarray]
-"""Function from the numbers of row and column blocks to ``bool[rows, columns]``: the
-blocks that a mask hides entirely."""
+"""Function from the numbers of row and column blocks to the blocks that a mask hides
+entirely, as ``bool[rows, columns]``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,12 @@ class Ring:
 
     Attributes:
         size: Number of devices.
-        row_size, column_size: Size of one block.
-        rows, columns: Blocks of each device, in local order.
-        zigzag: Whether the order of blocks is zig-zag, not that of the sequence.
-        seen: Whether no mask hides a pair of blocks, ``bool[rows, columns]``.
-        counts: Number of pairs that a device computes, ``[device, round]``.
+        row_size, column_size: Number of rows, and of columns, of one block.
+        rows, columns: Sequence indices of each device's blocks, in local order.
+        zigzag: Whether blocks are in zig-zag order instead of the order of the
+            sequence.
+        seen: Whether each pair of blocks is computed, ``bool[rows, columns]``.
+        counts: Number of pairs that each device computes, ``[device, round]``.
     """
 
     size: int
@@ -59,10 +61,11 @@ class Ring:
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
-        """Assigned pairs of blocks, ``[device, round, pair, 4]``.
+        """Pairs of blocks that are computed, ``[device, round, pair, 4]``.
 
-        The last dimension has the local indices of row block and column block, then
-        their indices in the sequence. Zeros follow the last pair.
+        The last dimension has the local indices of the row block and the column block,
+        followed by their indices in the sequence. Rounds with fewer pairs are padded
+        with 0.
         """
         most = max(1, self.counts.max())
         pairs = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
@@ -74,17 +77,16 @@ class Ring:
 
     @property
     def share(self) -> float:
-        """Fraction of its rows' scores that the busiest device computes."""
+        """Fraction of the scores of its rows that the busiest device computes."""
         blocks = self.rows.shape[1] * self.columns.shape[1] * self.size
         return float(self.counts.max(axis=0).sum() / blocks)
 
 
 def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
-    """Assigns the blocks of an attention to rounds.
+    """Assigns pairs of an attention's blocks to devices and rounds.
 
     Args:
-        num_rows, num_columns: Lengths of the sequence of queries and of that of keys;
-            ``size`` divides them.
+        num_rows, num_columns: Lengths of queries and of keys, divisible by ``size``.
         size: Number of devices.
         hidden: Function that returns the blocks that a mask hides.
 
@@ -120,11 +122,11 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 def busiest_share(
     num_rows: int, num_columns: int, size: int, *, causal: bool
 ) -> tuple[int, int, float]:
-    """Returns the block sizes and ``Ring.share``, without the tables of large rings.
+    """Returns the two block sizes, and ``Ring.share`` without the tables of a ring.
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``.
-        causal: Whether the mask is causal; otherwise, there is no mask.
+        causal: Whether the mask is causal; if not, there is no mask.
 
     >>> busiest_share(16, 16, 2, causal=True)
     (4, 4, 0.625)
@@ -135,8 +137,8 @@ def busiest_share(
     zigzag = causal and size > 1 and num_rows % (2 * size) == 0
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
-    # Half of all pairs, and both halves of the blocks on the diagonal. In sequence
-    # order, the last device sees all columns except the later ones of its own part.
+    # Half of all pairs, and the other half of the blocks on the diagonal. In sequence
+    # order, the last device computes all columns up to its own rows.
     above = 0.5 if zigzag else 1 - 0.5 / size
     share = above + height / (2 * num_rows) if causal else 1.0
     return height, width, share
@@ -151,7 +153,7 @@ def _off(count: int) -> int:
 
 
 _SHORT, _LONGEST = 64, 8192
-"""Least useful block size, and the longest sequence that stays one block instead."""
+"""Smallest useful block size, and the longest sequence that can be a single block."""
 
 
 def _block(length: int) -> int:
@@ -177,10 +179,10 @@ AHEAD, BEHIND = 2, 5
 """Products of one block, forward and backward."""
 
 _PASSES = 4, 9
-"""Number of times that a block's scores are written or read, in float32."""
+"""Number of times that the float32 scores of a block are written or read."""
 
 _KERNELS = 5, 11
-"""Kernels for one block."""
+"""Number of kernels for one block."""
 
 
 _busiest = functools.cache(busiest_share)
@@ -203,13 +205,13 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
 def block_seconds(
     local: tuple[Any, Any, Any, Any], product: Product, kind: DeviceKind
 ) -> tuple[Any, Any, Any]:
-    """Returns the seconds of attention on one device, both passes, and kernels of both.
+    """Returns the seconds of attention in each pass, and the kernels of both passes.
 
     Args:
-        local: Rows, depth, columns and count of the product on one device; the columns
-            are those of all devices. Arrays give arrays.
-        product: Product, for its share and type.
-        kind: Kind of device.
+        local: Rows, depth, columns and count of the product on one device, as numbers
+            or arrays. The columns are those of all devices.
+        product: Product, with its share and dtype.
+        kind: Device kind.
     """
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)

@@ -1,15 +1,15 @@
 """Time of a collective: latency and bandwidth by level of the topology.
 
-The alpha-beta formulas are all in this module. A mesh axis has a size and a stride (the
-number of devices inside it); an axis that crosses a level of the topology is treated as
-two axes. Collectives over several axes are hierarchical: the payload on an axis is
-divided by the sizes of the collective's inner axes. All-to-alls move all of it on each
-axis.
+All alpha-beta formulas are in this module. A mesh axis has a size and a stride, which
+is the number of devices inside it. An axis that crosses levels of the topology counts
+as one axis per level. A collective over several axes is hierarchical: on each axis, its
+payload is divided by the sizes of the inner axes. An all-to-all moves its full payload
+on each axis.
 
-A payload is in bytes on one device: the operand of an all-reduce, reduce-scatter,
+A payload is in bytes on one device. It is the operand of an all-reduce, reduce-scatter,
 all-to-all or collective-permute, or the result of an all-gather.
 
-The compiler may run another collective than requested: see ``runs_as``.
+The compiler may run another collective than the requested one; see ``runs_as``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def axis_parts(
     """Divides mesh axes at the levels of the topology, innermost first.
 
     Args:
-        axes: The axes a collective runs over.
-        mesh: Sizes of all mesh axes, outermost first; the devices are numbered in
-            this order, the last axis fastest.
+        axes: Mesh axes of the collective.
+        mesh: Sizes of all mesh axes, outermost first. Devices are numbered in this
+            order, along the last axis fastest.
         cluster: Cluster of the mesh.
     """
     parts: list[AxisPart] = []
@@ -61,10 +61,10 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
-    """Divides an axis by levels.
+    """Divides an axis into one part per level.
 
-    A level gets the largest factor whose groups fit inside it; the outermost level also
-    gets the rest.
+    A level gets the largest factor of the size whose groups fit inside the level. The
+    outermost level also gets the rest.
     """
     parts = []
     reach = 1
@@ -84,10 +84,10 @@ def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
 def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> float:
     """Returns the seconds of one collective inside one level.
 
-    On a ring, an all-gather, reduce-scatter or all-to-all moves (n-1)/n of the payload,
-    an all-reduce twice that (Thakur et al., 2005, sections 3-4). The time is multiplied
-    by the measured factor of the level. Threads over one memory form no ring; see
-    ``Level``.
+    On a ring of n devices, an all-gather, reduce-scatter or all-to-all moves (n-1)/n of
+    the payload, and an all-reduce twice as much (Thakur et al., 2005, sections 3-4).
+    The time is multiplied by the measured factor of the level. Threads with a common
+    memory form no ring; see ``Level``.
     """
     level = part.level
     if kind == "collective-permute":
@@ -110,8 +110,8 @@ def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
 def _permute_rates(size: Any, level: Level) -> tuple[Any, Any]:
     """Returns the seconds per byte and per transfer in one round of a ring.
 
-    On a torus it uses one of the two links of an axis; without a switch, one of the
-    links to all peers.
+    A round uses one of the two links of an axis on a torus, and one of the links to all
+    peers without a switch.
     """
     links = 2 if level.torus else level.detour(2)
     steps = 1 if level.shared else max(1, level.size - 1)
@@ -128,13 +128,13 @@ def runs_as(
     cluster: Cluster,
     payload_bytes: float = math.inf,
 ) -> CollectiveKind:
-    """Returns the collective that the compiler runs in place of the requested one.
+    """Returns the collective that the compiler runs instead of the requested one.
 
     Args:
         kind: Requested collective.
-        parts: Result of ``axis_parts``.
-        cluster: Cluster, with its compiler's profile.
-        payload_bytes: Bytes on one device; default: large.
+        parts: Parts of the mesh axes, from ``axis_parts``.
+        cluster: Cluster of the mesh, with its compiler.
+        payload_bytes: Payload bytes on one device; default: infinite.
 
     >>> from whalejax.meshes import cluster
     >>> for text in ("v5e:4x4", "v5e:4x8"):
@@ -155,7 +155,6 @@ def _reduces_whole(
     cluster: Cluster,
     payload_bytes: float = math.inf,
 ) -> Any:
-    """Returns whether a collective runs as an all-reduce; sizes may be arrays."""
     compiler = cluster.compiler
     lengths = [x.size for x in cluster.levels if x.torus and x.size > 1]
     chips = math.prod((size for size, level in pieces if level.torus), start=1)
@@ -179,15 +178,16 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Least number of chips along each axis of a torus for an all-reduce instead.
+"""Smallest number of chips along each axis of a torus for which an all-reduce runs.
 
-It replaces a gather on three axes or a reduce-scatter on a square; the second value is
-for small gathers on two axes.
+The first value is for gathers on three axes and for reduce-scatters on a square, the
+second for small gathers on two axes.
 """
 
 _SMALL_GATHER_BYTES = 2**25
-"""Size below which gathers over a large flat torus run as all-reduces (16 MiB was seen
-to, 32 MiB not to)."""
+"""Payload below which gathers over a large flat torus run as all-reduces. Gathers of 16
+MiB did, gathers of 32 MiB did not.
+"""
 
 
 def collective_seconds(
@@ -198,12 +198,12 @@ def collective_seconds(
     """Returns the seconds of a hierarchical collective over several levels.
 
     Args:
-        kind: The collective.
-        payload_bytes: Bytes on one device (see the module).
-        parts: From ``axis_parts``, innermost first.
+        kind: Kind of collective.
+        payload_bytes: Payload bytes on one device.
+        parts: Parts of the mesh axes, from ``axis_parts``, innermost first.
     """
     if kind == "collective-permute":
-        # All devices send at once, so the slowest link and the largest latency decide.
+        # All devices send at once, so the slowest link and the largest latency count.
         rates = [_permute_rates(part.size, part.level) for part in parts]
         per_byte = max((byte for byte, _ in rates), default=0.0)
         per_time = max((once for _, once in rates), default=0.0)
@@ -233,12 +233,12 @@ def spans_of(
     names: Sequence[str],
     cluster: Cluster,
 ) -> Spans:
-    """Returns ``axis_parts`` for arrays of sizes; a part that a mesh lacks has size 1.
+    """Returns ``axis_parts`` for many meshes; parts that a mesh lacks have size 1.
 
     Args:
-        axes: The axes a collective runs over.
-        ordered: Axes by position, innermost first: for each mesh, the index of its axis
-            in ``names``, and the size of that axis.
+        axes: Mesh axes of the collective.
+        ordered: Axes by position, innermost first. A position has two arrays over
+            meshes: the index of its axis in ``names``, and the size of the axis.
         names: Names of the axes.
         cluster: Cluster of the meshes.
     """
@@ -258,7 +258,7 @@ def spans_of(
 
 
 def may_reduce_whole(cluster: Cluster) -> bool:
-    """Returns whether ``runs_as`` turns some reduce-scatter into an all-reduce."""
+    """Returns whether ``runs_as`` replaces some reduce-scatters by all-reduces."""
     whole: list[tuple[Any, Level]] = [(level.size, level) for level in cluster.levels]
     torus = [(size, level) for size, level in whole if level.torus]
     return any(
@@ -269,11 +269,11 @@ def may_reduce_whole(cluster: Cluster) -> bool:
 def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:
-    """Returns whether ``runs_as`` turns a reduce-scatter into an all-reduce, by mesh.
+    """Returns whether ``runs_as`` replaces a reduce-scatter by an all-reduce, by mesh.
 
     Args:
         added: Whether each axis scatters, by mesh.
-        mesh: Array of sizes of each axis, outermost axis first.
+        mesh: Array of sizes of each mesh axis, outermost axis first.
         cluster: Cluster with its links and compiler.
     """
     names = list(mesh)
@@ -304,12 +304,12 @@ def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
 
 
 class CollectiveRates:
-    """Seconds of one kind of collective over some axes of many meshes.
+    """Time of one kind of collective over some axes of many meshes.
 
     Args:
         kind: Requested collective.
-        spans: Parts of the axes, from ``spans_of``.
-        cluster: Devices, links and their compiler, which may run another collective.
+        spans: Parts of the mesh axes, from ``spans_of``.
+        cluster: Cluster of the meshes; its compiler may run another collective.
     """
 
     def __init__(self, kind: CollectiveKind, spans: Spans, cluster: Cluster) -> None:
@@ -344,7 +344,7 @@ def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndar
     count = len(spans[0][0])
     per_byte, per_time = np.zeros(count), np.zeros(count)
     if kind == "collective-permute":
-        # As in ``collective_seconds``.
+        # The formula is that of ``collective_seconds``.
         for size, level in spans:
             byte, once = _permute_rates(size, level)
             per_byte, per_time = np.maximum(per_byte, byte), np.maximum(per_time, once)

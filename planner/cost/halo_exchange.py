@@ -1,9 +1,10 @@
-"""Bytes and number of the halo exchanges between devices that shard space.
+"""Number and bytes of halo exchanges between devices that shard space.
 
-Dimensions are exchanged in turn, each including the elements received before, so that
-corners arrive too. An operation exchanges its operand forward, and sends back the
-cotangents of the received elements. The operand is exchanged again if the backward pass
-needs it and cannot reach it: in a loop, and in a rematerialised region (``Repeats``).
+Dimensions are exchanged in turn. Each exchange includes the elements that were received
+before, so corners arrive too. An operation exchanges its operand in the forward pass,
+and sends back the cotangents of the received elements in the backward pass. If the
+backward pass needs the operand inside a loop or a rematerialised region (``Repeats``),
+the operand is exchanged again.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from whalejax.planner.sharding.operation_rows import Repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HaloExchange:
-    """Strip that every device sends to a neighbour.
+    """Elements that every device sends to one neighbour.
 
     Attributes:
         axis: The mesh axis.
-        phase: Forward or backward.
+        phase: ``"forward"`` or ``"backward"``.
         payload_bytes: Bytes of one exchange.
         count: Number of exchanges in one execution of the operation.
     """
@@ -35,7 +36,7 @@ class HaloExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """Strip of one dimension: its axis, its width and the growth of the part."""
+    """Strip along one dimension: its mesh axis, its width, and the part's growth."""
 
     axis: str
     own: int
@@ -46,13 +47,13 @@ class _Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardHalo:
-    """Needs of an operation's backward pass.
+    """Requirements of an operation's backward pass.
 
     Attributes:
         image: Whether a gradient flows to the operand.
-        merges: Whether the compiler reuses the forward pass's exchanges in a
-            checkpointed region, if the region receives the same values.
-        narrow: Whether the compiler exchanges products' operands in half the bytes.
+        merges: Whether the compiler reuses the exchanges of the forward pass in a
+            checkpointed region that receives the same values.
+        narrow: Whether the compiler exchanges operands of products in half the bytes.
     """
 
     image: bool
@@ -69,16 +70,16 @@ def exchanges(
     repeats: Repeats,
     backward: BackwardHalo,
 ) -> Iterator[HaloExchange]:
-    """Yields the exchanges of one operation.
+    """Yields the halo exchanges of one operation.
 
     Args:
         windows: Windows of the operation.
-        axes: For the number of a window, the mesh axis that shards its dimension.
+        axes: Mesh axis that shards the dimension of a window, by index of the window.
         mesh: Axis sizes.
         extents: Unsharded extents of operand and result, by dimension.
         nbytes: Bytes of the operand on one device.
         repeats: Loops and checkpointed regions around the operation.
-        backward: Needs of its backward pass.
+        backward: Requirements of the backward pass.
     """
     sides = []
     for number, window in enumerate(windows):

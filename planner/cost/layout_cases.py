@@ -1,7 +1,7 @@
-"""Layouts of one program as arrays, with the mesh axes that shard each tensor.
+"""Layouts of one program as arrays, and the mesh axes that shard each tensor.
 
-Programs of one loss that differ only in rematerialisation have the same layouts, so one
-grid of meshes and tables serves them all.
+Programs of a loss that differ only in remat have the same layouts, so they share one
+grid of meshes and tables.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from whalejax.planner.sharding.shard_counts import (
 T = TypeVar("T")
 
 Cuts = tuple[LeafShardCounts, ...]
-"""Shard counts of each parameter group."""
+"""Shard counts of each group of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisHits:
-    """Mesh axes that shard the roles of an operation, by layout.
+    """Mesh axes that shard the logical dimensions of an operation, by layout.
 
     Attributes:
-        code: Code of each layout; equal if the same axes shard the same roles.
+        code: Code of each layout. Equal codes mean that the same axes shard the same
+            roles.
         parts: Number of shards of each sharded role, by layout.
-        tensor: Whether ``tensor`` shards some of the roles.
+        tensor: Whether ``tensor`` shards one of the roles, by layout.
     """
 
     code: np.ndarray
@@ -49,10 +50,10 @@ class AxisHits:
     _inverse: dict[frozenset[int], np.ndarray] = field(default_factory=dict, init=False)
 
     def inverse(self, roles: frozenset[int]) -> np.ndarray:
-        """Returns 1 over the number of shards of a tensor with some roles, by layout.
+        """Returns 1 / number of shards of a tensor with some roles, by layout.
 
         Args:
-            roles: Roles of the tensor.
+            roles: Logical dimensions of the tensor.
         """
         if roles not in self._inverse:
             shards = [n for role, n in self.parts.items() if role in roles]
@@ -61,10 +62,10 @@ class AxisHits:
 
 
 class LayoutGroups(Generic[T]):
-    """Layouts of a grid in groups, with a result for each group, made when needed.
+    """Groups of layouts of a grid, with a result per group that is computed on demand.
 
     Args:
-        columns: Codes of the layouts; those with equal codes are one group.
+        columns: Codes of the layouts. Layouts with equal codes form a group.
         number: Number of layouts.
     """
 
@@ -78,10 +79,10 @@ class LayoutGroups(Generic[T]):
     def of(
         self, layouts: np.ndarray, make: Callable[[int], T]
     ) -> Iterator[tuple[T, np.ndarray]]:
-        """Yields each result, with the places of its layouts.
+        """Yields the result of each group, with the indices of its layouts.
 
         Args:
-            layouts: Indices of layouts of the grid.
+            layouts: Indices of layouts in the grid.
             make: Function from the index of a layout to the result of its group.
         """
         groups = self._group[layouts]
@@ -100,13 +101,13 @@ class LayoutGroups(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutGrid:
-    """Meshes with compute tables; arrays have one element for each layout.
+    """Meshes with compute tables; arrays have one element per layout.
 
     Attributes:
-        tables: Distinct compute tables by TaskGraph.
-        table: For each layout, its index in ``tables``.
+        tables: Distinct compute tables of all TaskGraphs.
+        table: Index in ``tables`` of each layout.
         mesh: Sizes of each mesh axis by layout, outermost axis first.
-        groups: Groups of layouts with a common result, by the key of the result.
+        groups: Groups of layouts with a common result, by the key of that result.
     """
 
     tables: Sequence[Mapping[int, Table]]
@@ -144,8 +145,8 @@ class LayoutGrid:
 
         Args:
             home: TaskGraph of the operation.
-            present: Roles of the operation.
-            divisible: Number that the shard count of each role must divide, by role.
+            present: Logical dimensions of the operation.
+            divisible: Number that the shard count must divide, by logical dimension.
         """
         key = home, present, tuple([divisible[role] for role in sorted(present)])
         if key not in self._hits:
@@ -183,11 +184,13 @@ class LayoutGrid:
     def codes(
         self, layout: Layout, sizes: Layout, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
-        """Returns a code for each layout; equal if the same axes shard a tensor.
+        """Returns a code for each layout; equal codes shard a tensor over the same
+        axes.
 
         Args:
-            layout: Roles of each dimension of the tensor, major atom first.
-            sizes: Sizes of the same atoms.
+            layout: Logical dimensions in each dimension of the tensor, major ones
+                first.
+            sizes: Sizes of these logical dimensions.
             home: TaskGraph that reads the tensor.
             fused: Storage rule of a fused parameter; None for any other tensor.
         """
@@ -205,13 +208,13 @@ class LayoutGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCases:
-    """Layouts of one program with their step options; arrays are over cases.
+    """Layouts of one program with their step options; arrays have one element per case.
 
     Attributes:
-        grid: Meshes with their tables.
-        row: For each case, the index of its layout in the grid.
-        zero: ZeRO level over ``data``.
-        count: Number of micro-batches of a step.
+        grid: Meshes with their compute tables.
+        row: Index in the grid of each case's layout.
+        zero: ZeRO stage over ``data``.
+        count: Number of micro-batches in a step.
     """
 
     grid: LayoutGrid
@@ -226,7 +229,7 @@ class LayoutCases:
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """Index of the tables of each case."""
+        """Index in ``grid.tables`` of each case's tables."""
         table: np.ndarray = self.grid.table[self.row]
         return table
 
@@ -250,7 +253,7 @@ class LayoutCases:
         return self.grid.mesh_at(int(self.row[index]))
 
     def take(self, rows: np.ndarray) -> LayoutCases:
-        """Selects some of the cases."""
+        """Returns the cases with some indices."""
         return LayoutCases(
             grid=self.grid,
             row=self.row[rows],
@@ -268,7 +271,7 @@ class LayoutCases:
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
-        """Distinct tables, with the indices of the cases that use them."""
+        """Distinct tables, with the indices of the cases that have them."""
         order = np.argsort(self.table, kind="stable")
         batches, first = np.unique(self.table[order], return_index=True)
         split = np.split(order, first[1:]) if len(batches) else []
@@ -278,7 +281,7 @@ class LayoutCases:
         ]
 
     def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
-        """Returns the cases of each of ``batches`` with their shard counts.
+        """Returns the cases of each of ``batches``, with their shard counts.
 
         Args:
             facts: Parameters of the model, in groups of equal ones.

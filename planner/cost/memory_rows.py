@@ -1,11 +1,11 @@
-"""Time of the operations that are limited by memory, for all of them and all cases.
+"""Time of operations that are limited by memory, for all cases at once.
 
-Most operations of a program have no matrix product: their time follows from the bytes
-that they read and write. The bytes of a tensor on a device are its size, divided by the
-shards of its roles and, with the batch, by the number of micro-batches. So the bytes of
-all the operations with the same roles are, in all cases, one small matrix product:
-[operations, divisors] times [divisors, cases]. On devices whose time is proportional to
-the bytes, such operations are summed before.
+Most operations of a program have no matrix product. Their time follows from the bytes
+that they read and write. A tensor's bytes on a device are its size, divided by the
+shards of its logical dimensions and, with the batch, by the number of micro-batches. So
+for operations with the same logical dimensions, one small matrix product gives the
+bytes in all cases: [operations, divisors] times [divisors, cases]. On devices whose
+time is proportional to bytes, the operations are summed beforehand.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from whalejax.planner.sharding.operation_rows import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Operations of one TaskGraph with the same roles.
+    """Operations of one TaskGraph with the same logical dimensions.
 
     Attributes:
-        home: Their TaskGraph.
-        present: All of their roles.
-        divisors: Roles of the tensors, and whether these include the batch.
-        forward, backward: Bytes that each operation moves in one pass, unsharded, by
+        home: TaskGraph of the operations.
+        present: Logical dimensions of the operations.
+        divisors: (Logical dimensions, whether the batch is among them) of the tensors.
+        forward, backward: Unsharded bytes that each operation moves in one pass, by
             divisor; [operations, divisors].
-        transcendentals: Its exp, tanh and the like in the forward pass, by divisor.
-        ahead, behind: Number of forward and backward passes of each operation.
-        ahead_share: Share of both that belongs to the forward pass.
+        transcendentals: Number of exp, tanh and the like in a forward pass, by divisor.
+        ahead, behind: Number of forward passes and of backward passes, by operation.
+        ahead_share: Fraction of the passes that belongs to the forward pass.
     """
 
     home: int
@@ -66,10 +66,10 @@ class RowBlock:
         """Returns the block of some operations.
 
         Args:
-            rows: Operations without products, of one TaskGraph and with equal roles.
+            rows: Operations without products, of one TaskGraph, with equal roles.
             compiler: Model of the compiler that fuses them.
-            batch_roles: Roles of the batch.
-            summed: Whether to add the bytes of all operations with as many passes.
+            batch_roles: Logical dimensions of the batch.
+            summed: Whether to sum the bytes of operations with as many passes.
         """
         divisors: dict[tuple[frozenset[int], bool], int] = {}
         entries: list[tuple[int, int, int, float]] = []
@@ -106,12 +106,12 @@ class RowBlock:
     def seconds(
         self, hits: AxisHits, cases: LayoutCases, parts: Any, kind: DeviceKind
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds of a micro-batch, and those that count as forward pass.
+        """Returns the seconds of one micro-batch, and the forward pass's part of them.
 
         Args:
-            hits: Mesh axes that shard the roles.
+            hits: Mesh axes that shard the logical dimensions.
             cases: Layouts.
-            parts: Number of micro-batches of a step, by case.
+            parts: Number of micro-batches in a step, by case.
             kind: Kind of the devices.
         """
         inverse = np.empty((len(self.divisors), len(cases)))
@@ -121,7 +121,7 @@ class RowBlock:
                 row /= parts
 
         def total(table: np.ndarray) -> Any:
-            # For so few operations, threads of a matrix product cost more than it.
+            # For few operations, the threads of a matrix product cost more than it.
             return np.einsum("rd,dn->rn", table, inverse) if table.any() else 0.0
 
         ahead = kind.elementwise_seconds(
@@ -138,9 +138,9 @@ class MemoryRows:
     """Operations of a program without matrix products.
 
     Attributes:
-        products: The other operations.
-        communicating: Operations that have collectives of their own in some layouts.
-        blocks: Operations with the same roles.
+        products: Operations with matrix products.
+        communicating: Operations with collectives of their own in some layouts.
+        blocks: The other operations, in blocks with the same logical dimensions.
         launches: Number of kernels of all operations in ``blocks``.
     """
 
@@ -158,10 +158,10 @@ class MemoryRows:
         *,
         summed: bool,
     ) -> MemoryRows:
-        """Divides the operations of a program.
+        """Divides the operations of a program into kinds.
 
         Args:
-            rows: All cost rows of its operations.
+            rows: Cost rows of all operations.
             compiler, batch_roles, summed: Arguments of ``RowBlock.of``.
         """
         places: dict[object, list[Row]] = {}
@@ -186,13 +186,13 @@ class MemoryRows:
 
         Args:
             cases: Layouts.
-            parts: Number of micro-batches of a step, by case.
+            parts: Number of micro-batches in a step, by case.
             kind: Kind of the devices.
-            divisible: Number that the shard count of each role must divide, by role.
+            divisible: Number that the shard count must divide, by logical dimension.
 
         Returns:
-            Seconds of both passes; those that count as the forward pass; and seconds of
-            both passes in operations that ``tensor`` does not shard.
+            Seconds of both passes, the forward pass's part of them, and seconds of both
+            passes in operations that ``tensor`` does not shard.
         """
         compute, ahead, between = np.zeros((3, len(cases)))
         for block in self.blocks:

@@ -1,16 +1,16 @@
-"""The size of a model and the work of one of its steps, before sharding.
+"""Computes the size of a model and the work of one of its steps, before sharding.
 
-These are the figures that people quote for a model and divide throughput by. They
-follow from the captured loss alone, so they are the same for all its plans.
+These are the usual figures for a model. They follow from the captured loss alone, so
+all plans of a model have the same.
 
 The FLOPs of a step are those of the "model FLOPs utilization" of Chowdhery et al.,
-"PaLM" (2022, appendix B): matrix products of one forward and one backward pass, scores
-of masked positions included, and no recomputation.
+"PaLM" (2022, appendix B): matrix products of one forward and one backward pass,
+including scores of masked positions, without recomputation.
 
-Experts are stacks of matrices. Products read them as a batch, by group, or one after
+Experts are stacks of matrices, which products read as a batch, by group, or one after
 the other in a loop. A token uses the experts that its router chooses. Some models
-compute every expert for each token and drop the unchosen results; then a token uses all
-experts.
+compute every expert for each token and drop the results of the others, so each token
+uses all experts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from whalejax.planner.plan_entries import ModelWork
 def active_parameters(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> tuple[int, int]:
-    """Counts the parameters that compute a token: all, and without unchosen experts.
+    """Counts the parameters that a token uses: with all experts, and with chosen ones.
 
     Args:
         graph: Captured loss.
         products: Products of the loss.
-        rows: Number of rows in most of the work with weights.
+        rows: Number of rows of the products with most of the work with weights.
     """
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
@@ -56,9 +56,9 @@ def active_parameters(
 def _batched_shares(
     graph: Graph, products: Sequence[Op], rows: int, origin: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns two fractions of each stack that one product reads.
+    """Returns two fractions of each stack of matrices that one product reads.
 
-    The first computes a token; the second is the part that its router chooses.
+    The first is used for a token; the second is the part that its router chooses.
     """
     weight = graph.weight_tensors()
     shares: dict[int, tuple[float, float]] = {}
@@ -85,7 +85,7 @@ def _batched_shares(
             met //= experts
         taken = _choices(graph, experts)
         share = met / max(1, rows)
-        if taken and met < rows:  # Otherwise each expert computes every token.
+        if taken and met < rows:  # If not, each expert computes every token.
             share = taken / experts
         before = shares.get(param, (0.0, 0.0))
         new = share, taken / experts if taken else share
@@ -101,7 +101,7 @@ def _batched_shares(
 def _looped_shares(
     graph: Graph, products: Sequence[Op], origin: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns the same fractions for stacks whose matrices are read in a loop.
+    """Returns the fractions of ``_batched_shares`` for stacks that a loop reads.
 
     A loop over experts slices the router's result in each iteration; a loop over layers
     does not.
@@ -156,7 +156,7 @@ def _routed_rows(graph: Graph, experts: int) -> int:
 
 
 def _routed_loops(graph: Graph, weight: Sequence[bool]) -> dict[tuple[int, ...], int]:
-    """Returns the lengths of scans that slice values of the batch, by position."""
+    """Returns the lengths of scans that slice values of the batch, by their loops."""
     lengths: dict[tuple[int, ...], int] = {}
     for op in graph.ops:
         if op.kind != "scan" or len(op.operands) != 1 or not op.results:
@@ -170,7 +170,7 @@ def _routed_loops(graph: Graph, weight: Sequence[bool]) -> dict[tuple[int, ...],
 def _gathered_shares(
     graph: Graph, weight: Sequence[bool], rows: int
 ) -> dict[int, float]:
-    """Returns the used fraction of each stack from which tokens gather matrices."""
+    """Returns the used fraction of each stack whose matrices tokens gather."""
     found: dict[int, float] = {}
     tensors = graph.tensors
     params = {t.id for t in graph.params}
@@ -179,7 +179,7 @@ def _gathered_shares(
             continue
         stack, picked = tensors[op.operands[0]], tensors[op.results[0]]
         if len(stack.shape) < 3 or weight[op.results[0]]:
-            continue  # A table of vectors, or matrices that no token chooses.
+            continue  # The parameter has vectors, or matrices that no token chooses.
         taken = math.prod(picked.shape) * op.trip / max(1, rows)
         share = min(1.0, taken / math.prod(stack.shape))
         found[stack.id] = max(found.get(stack.id, 0.0), share)
@@ -187,7 +187,7 @@ def _gathered_shares(
 
 
 def _choices(graph: Graph, experts: int) -> int:
-    """Returns the number of experts that a token chooses; 0 if no choice is found.
+    """Returns the number of experts that a token chooses, or 0 if no choice is found.
 
     A choice is a ``top_k`` over the experts, or several ``argmax`` per product that
     scores every expert.
@@ -212,7 +212,6 @@ def _experts(graph: Graph, op: Op) -> int:
 
 
 def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """Returns the parameter of each tensor that depends on one parameter alone."""
     parameter = {t.id: t.id for t in graph.params}
     for op in graph.ops:
         origins = {parameter[t] for t in op.operands if t in parameter}
@@ -222,26 +221,26 @@ def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
             if len(origins) == 1:
                 parameter[result] = next(iter(origins))
             elif slot < len(op.operands) and op.operands[slot] in parameter:
-                # A loop ties its results to its inputs, pair by pair.
+                # The results of a loop have the parameters of its inputs, in pairs.
                 parameter[result] = parameter[op.operands[slot]]
     return parameter
 
 
 TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")
-"""Names of a batch leaf whose integers are tokens, the most reliable first."""
+"""Names of batch leaves whose integers are tokens, the most reliable first."""
 
 
 def model_work(graph: Graph, samples: int) -> ModelWork:
-    """Returns the size of a captured loss, and its work on a global batch.
+    """Returns the size of a captured loss, and the work of a step on a global batch.
 
     Args:
-        graph: Captured loss, on any number of samples.
-        samples: Samples of the global batch.
+        graph: Captured loss, for any number of samples.
+        samples: Number of samples of the global batch.
     """
     products = _in_one_branch(graph, [op for op in graph.ops if op.flops])
     rows = _common_rows(graph, products)
     weight = graph.weight_tensors()
-    # Work is proportional to the samples: a few suffice.
+    # Work is proportional to the samples, so those of the graph suffice.
     scale = samples / max(1, graph.batch_size)
     params = graph.params
     active, chosen = active_parameters(graph, products, rows)
@@ -266,12 +265,12 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
 def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
     """Returns the products without those in branches other than the largest.
 
-    A step takes one unknown branch of a ``lax.cond``. So the one with the most FLOPs
-    counts, and work per second is an upper bound.
+    A step runs one branch of a ``lax.cond``, which is unknown. So the branch with most
+    FLOPs counts, and work per second is an upper bound.
     """
     kept = [*products]
     choices = sorted({op.position for op in graph.ops if op.kind == "cond"}, key=len)
-    for choice in reversed(choices):  # inner ones first
+    for choice in reversed(choices):  # from the innermost to the outermost
         depth = len(choice)
         by_branch: dict[int, int] = {}
         for op in kept:
@@ -292,9 +291,9 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
 
 def _both_passes(graph: Graph, op: Op) -> int:
     gradients = sum(graph.tensors[t].differentiable for t in op.operands)
-    # Attention is two products, of which each has two gradients.
+    # Attention is two products; each has two gradients.
     behind = min(2, gradients)
-    # The FLOPs of transposed convolutions include the zeros between samples.
+    # The FLOPs of transposed convolutions include the zeros between elements.
     spread = math.prod(window.spread for window in op.windows)
     return op.flops * op.trip * (1 + behind) // spread
 
@@ -308,7 +307,7 @@ def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
 
 
 def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
-    """Returns the rows in most of the work with weights; 0 without such work."""
+    """Returns the number of rows with most of the work with weights; 0 without any."""
     weight = graph.weight_tensors()
     work: dict[int, int] = {}
     for op in products:
@@ -325,16 +324,16 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 def _tokens(graph: Graph, rows: int) -> int:
     """Returns the number of tokens of the traced batch.
 
-    If a leaf has one of ``TOKEN_NAMES``, its integers count, and those of leaves that
-    index the same table or have the same name. Otherwise leaves count whose embeddings
-    are multiplied by weights, if that is a large part of the work.
+    If a leaf has one of ``TOKEN_NAMES``, its integers count, with those of leaves that
+    have the same name or index the same table. If none has, leaves count whose
+    embeddings are multiplied by weights in a large part of the work.
     """
     leaves = [
         (tensor.path.rpartition(".")[2].partition("[")[0], tensor)
         for tensor in graph.tensors
         if tensor.kind == "batch"
         and tensor.dtype.startswith(("int", "uint"))
-        and not tensor.dtype.endswith("int8")  # Images have this type.
+        and not tensor.dtype.endswith("int8")  # Images have this dtype.
         and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
     ]
@@ -361,10 +360,10 @@ _TOKEN_WORK: Final = 0.25
 
 
 def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
-    """Returns the rows that lookups read and products multiply by weights.
+    """Returns the number of rows that lookups read and products multiply by weights.
 
     Leaves of equal lengths whose embeddings are added or concatenated count once.
-    Candidates and negatives do not count: they are only compared.
+    Candidates and negatives do not count, as they are only compared.
     """
     weight = graph.weight_tensors()
     carried = {t: frozenset((leaf,)) for leaf, x in lookups.items() for t in x.results}
@@ -390,7 +389,7 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
         if leaves:
             for result in op.results:
                 carried[result] = carried.get(result, frozenset()) | leaves
-    if not work:  # There are only lookups.
+    if not work:  # The model has only lookups.
         read = [x.rows for x in lookups.values() if x.rows > graph.batch_size]
         return max(read, default=0)
     if token_work < _TOKEN_WORK * work:
@@ -402,10 +401,10 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookup:
-    """Reads of tables of parameters by one leaf of the batch.
+    """Reads of parameter tables at the integers of one batch leaf.
 
     Attributes:
-        words: Rows of the largest table.
+        words: Number of rows of the largest table.
         rows: Number of rows that are read.
         results: Ids of the tensors with these rows.
     """
@@ -416,10 +415,7 @@ class _Lookup:
 
 
 def _lookups(graph: Graph) -> dict[int, _Lookup]:
-    """Returns the table reads of each batch leaf that indexes a table.
-
-    Targets are compared, not looked up.
-    """
+    """Returns the table reads of each batch leaf that indexes a table."""
     weight = graph.weight_tensors()
     leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
     lookups: dict[int, _Lookup] = {}

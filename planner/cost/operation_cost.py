@@ -1,13 +1,14 @@
-"""Cost of each operation of a layout: compute, collectives with their bytes, memory.
+"""Cost of each operation under a layout: compute, collectives and memory traffic.
 
-One rule covers all operations. Forward: roles of operands that results lack are summed;
-if a mesh axis shards one of them, the result is reduced over that axis. Backward: the
-cotangent of an operand is summed over every role of the operation that the operand
-lacks. Megatron's all-reduces, the data-parallel gradient reduction, synchronised batch
-statistics and the vocabulary-parallel loss are all instances.
+One rule covers all operations. In the forward pass, roles that operands have and
+results lack are summed. If a mesh axis shards such a role, the result is reduced over
+that axis. In the backward pass, the cotangent of an operand is summed over every role
+of the operation that the operand lacks. The rule yields Megatron's all-reduces, the
+data-parallel gradient reduction, synchronised batch statistics and the
+vocabulary-parallel loss.
 
 The module is long because time, collectives and memory traffic of a row all follow from
-that one rule.
+this rule.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from whalejax.planner.sharding.shard_counts import (
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
-"""Operations that read only the elements of their operand that they return."""
+"""Operations that read only those elements of their operand that they return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCost:
-    """Cost of one row in one micro-batch, forward and backward.
+    """Cost of one row in one micro-batch, in both passes.
 
     Attributes:
         compute_seconds: Seconds of matrix products and memory traffic.
         collectives: Collectives of the row.
-        launches: Number of separate kernels, for the fixed cost of launching.
+        launches: Number of kernels, each with the fixed cost of a launch.
     """
 
     compute_seconds: float
@@ -64,16 +65,16 @@ class RowCost:
 
 @dataclass(frozen=True, slots=True)
 class CostSetting:
-    """Setting in which rows are evaluated.
+    """Meshes and micro-batches for which rows are evaluated.
 
     Attributes:
-        mesh: Axis sizes; arrays represent many meshes at once.
-        num_micro_batches: Number of micro-batches of a step, or an array of numbers.
+        mesh: Axis sizes; arrays stand for many meshes.
+        num_micro_batches: Number of micro-batches in a step, or an array of numbers.
         cluster: Cluster of the meshes.
-        dims: The model's logical dimensions.
-        batch_roles: Roles of the batch.
+        dims: Logical dimensions of the model.
+        batch_roles: Logical dimensions of the batch.
         like: One of the meshes, if ``mesh`` has arrays and all meshes shard the same
-            roles. Without it, the sharded roles differ between meshes.
+            roles. None if meshes may shard different roles.
     """
 
     mesh: Mapping[str, Any]
@@ -89,7 +90,7 @@ class CostSetting:
         return self.mesh if self.like is None else self.like
 
     def take(self, rows: np.ndarray) -> CostSetting:
-        """Selects some of many meshes."""
+        """Returns the setting of some of the meshes."""
         count = self.num_micro_batches
         return dataclasses.replace(
             self,
@@ -99,7 +100,7 @@ class CostSetting:
 
     @property
     def has_unlike_meshes(self) -> bool:
-        """Whether there are many meshes that differ in the axes that shard roles."""
+        """Whether many meshes differ in the axes that shard roles."""
         arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
         return arrays and self.like is None
 
@@ -113,9 +114,9 @@ class CostSetting:
         """Returns the shard counts of a tensor on the mesh, or on each mesh.
 
         Args:
-            layout, sizes: Atoms of each dimension.
+            layout, sizes: Logical dimensions in each dimension, and their sizes.
             table: Compute table of the TaskGraph.
-            fused: Sharding of a fused parameter.
+            fused: Sharding of a fused parameter; None for any other tensor.
         """
         if self.has_unlike_meshes:
             return table_shard_counts(layout, sizes, table, self.mesh, fused)
@@ -129,7 +130,7 @@ def _parts(roles: frozenset[int], hits: Mapping[str, int], s: CostSetting) -> An
 
 
 def local_bytes(slot: Slot, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the bytes of a slot on one device in one micro-batch."""
+    """Returns the bytes of a tensor slot on one device in one micro-batch."""
     roles = slot.roles
     nbytes: Any = slot.nbytes / _parts(roles, hits, s)
     if roles & s.batch_roles:
@@ -160,7 +161,7 @@ def row_hits(row: Row, table: Table, s: CostSetting) -> dict[str, int]:
 
 
 def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
-    """Returns the cost of one row with the roles that mesh axes shard."""
+    """Returns the cost of one row, given the role that each mesh axis shards."""
     kind = slowest_kind(row, s.cluster)
     ahead, behind, launches = row_seconds(row, hits, s, kind)
     if row.remat:
@@ -177,7 +178,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
 
 
 def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
-    """Returns the kind of device that is slowest in an operation."""
+    """Returns the device kind that is slowest in an operation."""
     product = row.product
     return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
 
@@ -185,17 +186,17 @@ def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
 def row_seconds(
     row: Row, hits: Mapping[str, int], s: CostSetting, kind: DeviceKind
 ) -> tuple[Any, Any, float]:
-    """Returns the time of one operation's passes on one device, and its kernels.
+    """Returns the time of an operation's passes on one device, and its kernels.
 
     Args:
         row: Row of the operation.
         hits: Role that each mesh axis shards.
-        s: Mesh and micro-batches; arrays give arrays.
+        s: Mesh and micro-batches; results are arrays if these are.
         kind: Kind of device.
 
     Returns:
-        Seconds forward and backward, without rematerialisation, and the number of
-        kernels of both.
+        Seconds of the forward pass, seconds of the backward pass without remat, and
+        number of kernels of both.
     """
     forward, backward = memory_traffic(row, hits, s)
     if row.product is not None and row.kind == ATTENTION:
@@ -223,10 +224,7 @@ def row_seconds(
 
 
 def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[Any, Any]:
-    """Returns the bytes that are transposed forward and backward.
-
-    Only compilers that copy convolution kernels transpose them.
-    """
+    """Returns transposed bytes of both passes, for compilers that copy kernels."""
     if not s.cluster.compiler.copies_kernels:
         return 0.0, 0.0
     if row.kind != CONVOLUTION:
@@ -258,7 +256,7 @@ def _gradient(row: Row) -> bool:
 def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
-    """Returns the forward and backward memory traffic per device and micro-batch."""
+    """Returns forward and backward bytes of memory traffic, for a micro-batch."""
     forward, backward = traffic_slots(row, s.cluster.compiler)
     return (
         sum((times * local_bytes(slot, hits, s) for slot, times in forward), 0.0),
@@ -267,22 +265,22 @@ def memory_traffic(
 
 
 SlotCounts = Sequence[tuple[Slot, float]]
-"""Tensors of an operation, with a number for each."""
+"""Tensor slots of an operation, each with a number."""
 
 
 def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, SlotCounts]:
-    """Returns the slots that pass through memory, with the number of their transfers.
+    """Returns the slots that pass through memory, with their numbers of transfers.
 
     Args:
         row: Row of the operation.
         compiler: Model of the compiler that fuses operations.
 
     Returns:
-        Those of the forward pass, and those of the backward pass.
+        Slots of the forward pass, and slots of the backward pass.
     """
     slots = row.slots
     if row.kind in _READ_IN_PART:
-        # Reads equal writes; the backward pass fills or adds to the operand's gradient.
+        # Reads equal writes. The backward pass fills or adds to the operand's gradient.
         result = row.results[0]
         return [(result, 2)], [(result, 2)] if result.differentiable else []
     reads, writes = row.kernel_memory_slots(compiler)
@@ -290,19 +288,19 @@ def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, Slot
     written = [(slots[i], 1) for i in writes]
     if not _gradient(row):
         return [*read, *written], []
-    # The backward pass reads the cotangents of the results and writes those of the
-    # operands. It reads the operands again unless the operation is linear.
+    # The backward pass reads the results' cotangents and writes the operands' ones. It
+    # also reads the operands, unless the operation is linear.
     back = [*written, *((slot, 1) for slot, _ in read if slot.differentiable)]
     return [*read, *written], back if row.kind in LINEAR else [*back, *read]
 
 
 def transcendental_slots(row: Row) -> tuple[Slot, ...]:
-    """Returns the results whose elements cost an exp, tanh or the like each."""
+    """Returns the results of which each element costs an exp, tanh or the like."""
     return row.results[:1] if row.transcendental else ()
 
 
 def kernels_of(row: Row, compiler: CompilerProfile) -> float:
-    """Returns the number of kernels of a row without a product, of both passes."""
+    """Returns the number of kernels of both passes of a row without a product."""
     return bool(row.kernel_memory_slots(compiler)[1]) * (2.0 if _gradient(row) else 1.0)
 
 
@@ -340,7 +338,7 @@ def row_ahead(
     """Returns the cost of a row's forward pass on one device in one micro-batch.
 
     Returns:
-        Seconds, kernels and FLOPs of products.
+        Seconds, number of kernels, and FLOPs of products.
     """
     seconds, _, launches = row_seconds(row, hits, s, slowest_kind(row, s.cluster))
     if row.product is None:
@@ -371,9 +369,9 @@ def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
 def _sums(
     roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of the reductions that sum over some roles, in order.
+    """Returns the axes of each reduction that sums over some roles, in order.
 
-    A compiler that does not merge partial sums reduces dimension by dimension.
+    Compilers that do not merge partial sums reduce one dimension after the other.
     """
     axes = _axes_on(roles, hits)
     if s.cluster.compiler.merge_partials or not axes:
@@ -389,8 +387,8 @@ def gradients_of(
 ) -> tuple[Collective, ...]:
     """Returns the gradient reductions of the weights that a row reads.
 
-    Some iterations of a loop read the same weights and sum their gradients on each
-    device. Compilers that merge partial sums move the reduction after the loop.
+    Iterations of a loop that read the same weights sum their gradients on each device.
+    Compilers that merge partial sums reduce them once after the loop.
     """
     if not _gradient(row):
         return ()
@@ -415,10 +413,10 @@ def gradients_of(
 def _gradient_sums(
     row: Row, roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of the reductions of a weight's gradient.
+    """Returns the axes of each reduction of a weight's gradient.
 
-    If devices shard space, the gradient of a convolution's kernel is reduced over all
-    dimensions at once.
+    If devices shard space, a convolution kernel's gradient is reduced over all
+    dimensions together.
     """
     if row.kind != CONVOLUTION or not _spatial_axes(row, hits):
         return _sums(roles, hits, s)
@@ -430,9 +428,9 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
     """Returns the transfers of ring attention with a sharded sequence.
 
     Keys and values go round the ring once in each pass. In the backward pass, their
-    cotangents go with them, and one step further to their owner. In zig-zag order, all
-    rows are distributed first, and results are sent back. With arrays in the mesh,
-    payloads and counts are arrays.
+    cotangents accompany them, and go one step further to their owner. In zig-zag order,
+    all rows are first distributed, and results are sent back. Arrays in the mesh give
+    arrays of payloads and counts.
     """
     if row.kind != ATTENTION or row.product is None:
         return []
@@ -452,7 +450,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
         once = query + key + value + output
         sent.append(("border", "forward", once, again))
         if _gradient(row):
-            # One number for each row accompanies the output's cotangent.
+            # One number per row accompanies the output's cotangent.
             rows = query / row.operands[0].itemsize_bytes / row.product.k
             wide = max(4, row.operands[0].itemsize_bytes)
             sent.append(("border", "backward", once + rows * wide, 1))
@@ -511,14 +509,14 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """One collective of a value, without its bytes and repetitions.
+    """Collective of a value, without its bytes and repetitions.
 
     Attributes:
         kind, axes, phase, what: Fields of ``Collective``.
-        divided: Mesh axes by whose sizes the bytes are divided; one group after the
-            other.
-        narrow: Whether a compiler transfers half of the bytes.
-        reads: Whether it runs again if a reader does, not if the producer does.
+        divided: Groups of mesh axes. The bytes are divided by the sizes of one group
+            after the other.
+        narrow: Whether some compilers transfer half of the bytes.
+        reads: Whether remat of a reader repeats it, instead of remat of the producer.
     """
 
     kind: CollectiveKind
@@ -533,13 +531,12 @@ class FlowStep:
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a value between its producer and its readers, and
-    those of its cotangent.
+    """Returns the collectives of a value between producer and readers, both passes.
 
     Args:
         flow: Value between its producer and its readers.
         tables: Compute table of each TaskGraph.
-        s: Mesh, micro-batches and the compiler's profile.
+        s: Mesh, micro-batches and compiler.
     """
     steps, has_batch = flow_steps(flow, tables, s), flow.source.roles & s.batch_roles
     return flow_collectives(flow, steps, s.mesh, s.num_micro_batches, bool(has_batch))
@@ -552,13 +549,13 @@ def flow_collectives(
     num_micro_batches: Any,
     has_batch: bool,
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a value, with their bytes.
+    """Returns the collectives of a value, with their payload bytes.
 
     Args:
         flow: Value between its producer and its readers.
         steps: Result of ``flow_steps``.
         mesh: Sizes of the mesh axes, or arrays of them.
-        num_micro_batches: Number of micro-batches of a step, or an array of numbers.
+        num_micro_batches: Number of micro-batches in a step, or an array of numbers.
         has_batch: Whether micro-batches divide the value.
     """
     nbytes: Any = float(flow.source.nbytes)
@@ -590,16 +587,15 @@ def flow_steps(
 ) -> tuple[FlowStep, ...]:
     """Returns the collectives of a value and of its cotangent, without their bytes.
 
-    Forward, partial sums are reduced at the producer, or reduce-scattered if every
-    reader needs the value sharded over the same axis. Then the value is resharded once
-    to each layout that a reader needs. Backward is the reverse: the readers' cotangents
-    are reduced, individually or after their sum, and resharded back.
+    In the forward pass, partial sums are reduced at the producer, or reduce-scattered
+    if every reader needs the value sharded over the same axis. Then the value is
+    resharded once to each layout that a reader needs. The backward pass is the reverse:
+    the readers' cotangents are reduced, each or as a sum, and resharded back.
 
     Args:
         flow: Value between its producer and its readers.
         tables: Compute table of each TaskGraph.
-        s: Mesh, or one of the meshes that shard the same roles, and the compiler's
-            profile.
+        s: Mesh, or one of many meshes that shard the same roles, and compiler.
     """
     slot, table = flow.source, tables[flow.task_graph]
     source = lying(slot.layout, slot.sizes, flow.fused, table, s.shape)
@@ -619,11 +615,11 @@ def flow_steps(
 
 
 def flow_key(flow: Flow, s: CostSetting) -> Hashable:
-    """Returns a key that is equal for values with the same ``flow_steps``.
+    """Returns a key that values with equal ``flow_steps`` share.
 
     Args:
         flow: Value between its producer and its readers.
-        s: Setting with the compiler's profile and the logical dimensions.
+        s: Setting with the compiler and the logical dimensions.
     """
     uses = tuple(
         (use.view.layout, use.view.sizes, use.task_graph, use.present, use.readers)
@@ -646,7 +642,7 @@ def _spec(
 
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
-    """Returns the dimension of each axis that shards it in every layout."""
+    """Returns (axis, dimension) for axes that shard it in every layout."""
     common: dict[str, int] | None = None
     for layout in layouts:
         here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
@@ -667,7 +663,7 @@ class _Path:
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
-        """Reduces over axes, scattered over those in ``wanted``; returns the layout."""
+        """Reduces over axes, or scatters over ``wanted``; returns the layout."""
         scattered = (
             tuple(a for a in axes if a in wanted)
             if self.s.cluster.compiler.reduce_scatter
@@ -684,7 +680,7 @@ class _Path:
         return tuple(dims)
 
     def bring(self, before: Spec, after: Spec, phase: str) -> None:
-        """Adds the collectives of a reshard; slicing needs none."""
+        """Adds the collectives that change a layout; slices need none."""
         if before == after:
             return
         old = {axis: d for d, axes in enumerate(before) for axis in axes}

@@ -1,7 +1,7 @@
 """Costs of storage: gathers of sharded parameters, and the optimizer's update.
 
-The module is separate from the model's rows because it computes costs per leaf, and
-because part of them occur once per step, not once per micro-batch.
+These costs are per parameter, while other costs are per operation. Some of them occur
+once in a step, not once per micro-batch.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ def storage_gathers(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Iterator[tuple[np.ndarray, Collective]]:
-    """Yields the gathers of parameters that storage shards beyond the computation.
+    """Yields the gathers of parameters that are stored in more shards than they are
+    used.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
+        cuts: Shard counts of each group of parameters.
         mesh: Array of sizes of each axis.
         compiler: Compiler that gathers parameters for the computation.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Yields:
-        Cases, and their collective, whose payload is an array over them: those of a
-        micro-batch in phase ``"forward"``, then those of a step in ``"update"``.
+        Indices of cases, and a collective whose payload is an array over them. Those of
+        phase ``"forward"`` run in every micro-batch, those of ``"update"`` once in a
+        step.
     """
     pairs = [*zip(facts.groups, cuts, strict=True)]
     for (group, count), cut in pairs:
@@ -91,15 +93,15 @@ def _gathers(
 GATHER_TURNS, CUT_TURNS = 1, 2
 """Number of transposes in the cost of XLA's CPU compiler.
 
-The first is for an array whose last dimension is gathered, the second for one whose
-last dimension an update shards and gathers. The compiler gathers along the first
-dimension and transposes the result in memory.
+The compiler gathers along the first dimension and transposes the result in memory. The
+first number is for arrays that are gathered along the last dimension. The second is for
+arrays whose last dimension an update shards and gathers.
 
 Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
 to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
 two in each dimension, 1.7 and 4.3 times). Updates by SGD and Adam took longer by 0.8 to
-2.5 times. The 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 ms
-along the last ones, where there was a choice.
+2.5 times. Parameters of a ResNet-50 (102 MB) took 270 ms along the third dimensions and
+959 ms along the last, where both were possible.
 """
 
 
@@ -114,7 +116,7 @@ def turning_seconds(
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
+        cuts: Shard counts of each group of parameters.
         cluster: Devices and their compiler.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
         num_micro_batches: Number of micro-batches of the step.
@@ -135,7 +137,7 @@ def turning_seconds(
 def _turning(
     before: ShardCounts, after: ShardCounts, nbytes: Any, cluster: Cluster
 ) -> Any:
-    """Returns the seconds of one transpose, if storage shards the last dimension."""
+    """Returns the seconds of a transpose if storage shards the last dimension."""
     last = len(after.per_dim) - 1
     if last < 1:
         return 0.0
@@ -149,18 +151,18 @@ def whole_shares(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> tuple[Any, Any]:
-    """Returns the fractions of the gradients that are all-reduced, not scattered.
+    """Returns the fractions of gradients that are all-reduced instead of scattered.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
+        cuts: Shard counts of each group of parameters.
         compiler: Compiler of the step.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Returns:
-        Two fractions by case: of the sharded gradients, those all-reduced because of
-        their tiles (see ``CompilerProfile.scatters_odd_tiles``); of all gradients,
-        those unsharded in storage.
+        Two fractions by case. The first is of sharded gradients, which are all-reduced
+        because of their tiles (see ``CompilerProfile.scatters_odd_tiles``). The second
+        is of all gradients, which are unsharded in storage.
     """
     sharded: Any = 0.0
     odd: Any = 0.0
@@ -200,7 +202,7 @@ def has_odd_tiles(
     Args:
         group: Parameters of at least two dimensions.
         before, after: Shards of the last dimension in computation, and after
-            scattering; arrays are over cases.
+            scattering; arrays have one number per case.
         compiler: Compiler of the step.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
     """
@@ -230,7 +232,7 @@ def reduced_whole(
     Args:
         group: Group of the parameter.
         cuts: Shard counts of the gradient.
-        table: Compute table of the TaskGraph that reads it first.
+        table: Compute table of the first TaskGraph that reads the parameter.
         s: Meshes and cluster.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
     """
@@ -271,20 +273,20 @@ def reduced_gradients(
 ) -> Iterator[Collective]:
     """Yields the compiler's reductions of all gradients over one set of axes.
 
-    XLA combines the all-reduces at the end of a step into one. If it can reduce-scatter
-    and gradients are stored in shards, the axes that shard them carry half the traffic
-    and the others reduce the rest; some compilers reduce over all axes at once.
+    XLA combines the all-reduces at the end of a step into one. If it can
+    reduce-scatter, the axes that shard stored gradients carry half the traffic, and the
+    other axes reduce the shards. Some compilers reduce over all axes together.
 
     Args:
         axes: Mesh axes.
-        payload: Bytes of the gradients on one device; arrays are over cases.
+        payload: Bytes of the gradients on one device; arrays have one number per case.
         mesh: Sizes of the axes.
         compiler: Compiler of the step.
         over_data: Whether ``data`` also shards gradients.
         odd, kept: Results of ``whole_shares``.
 
     Yields:
-        Collectives; of zero bytes if there is none.
+        Collectives; at least one of zero bytes.
     """
     sharding = {"fsdp", "data"} if over_data else {"fsdp"}
     scattered = tuple(a for a in axes if a in sharding)
@@ -324,8 +326,8 @@ def update_seconds(
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
-        cluster: Devices; the slowest decides.
+        cuts: Shard counts of each group of parameters.
+        cluster: Devices, of which the slowest counts.
     """
     moved: Any = 0.0
     operations: Any = 0.0

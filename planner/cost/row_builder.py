@@ -1,8 +1,7 @@
-"""Builds cost rows from a graph's operations: equal ones are merged, with a count.
+"""Merges equal operations of a graph into cost rows, each with a count.
 
-The module is separate from the row classes because a graph is merged several times:
-once for each division into TaskGraphs. An operation itself does not depend on its
-TaskGraph.
+A graph is merged once for each division into TaskGraphs. ``Views`` has what does not
+depend on the division.
 """
 
 from __future__ import annotations
@@ -42,32 +41,32 @@ T = TypeVar("T")
 
 
 def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> OperationRows:
-    """Merges a graph's operations into rows.
+    """Returns the operations of a graph, merged into cost rows.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
-        fuses: Whether a compiler fuses elementwise neighbours; otherwise every
-            operation outside a kernel writes its result.
+        fuses: Whether the compiler fuses elementwise neighbours. If not, every
+            operation outside a kernel writes its result. Default: True.
     """
     return Views(graph, dims, fuses=fuses).rows(graph)
 
 
 Readers = tuple[tuple[tuple[int, int], int], ...]
-"""Kind and TaskGraph of a value's readers, with the number of each."""
+"""(Kind, TaskGraph) of a value's readers, with the number of readers of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Tensor with its producer and readers, independent of TaskGraphs.
+    """Tensor with its producer and readers, without their TaskGraphs.
 
     Attributes:
         kind: Index in ``Views.flow_kinds``.
         home: Operation whose TaskGraph owns the tensor, or None.
-        uses: Index in ``Views.use_kinds`` and operation of each reader; None for a
-            reader in the TaskGraph of ``home``.
+        uses: (Index in ``Views.use_kinds``, operation) of each reader. The operation is
+            None for readers in the TaskGraph of ``home``.
         calm: Whether the tensor is transferred only to readers in other TaskGraphs.
-        trip: Number of its transfers.
+        trip: Number of transfers of the tensor.
         scope: Scope of the producer or of a reader.
     """
 
@@ -80,10 +79,10 @@ class _Value:
 
 
 class Views:
-    """Operations and values in terms of roles, independent of TaskGraphs.
+    """Operations and values in terms of roles, without TaskGraphs.
 
-    Stores the producer and the readers of each tensor. Graphs that differ only in the
-    TaskGraphs of operations share the views.
+    They have the producer and the readers of each tensor. Graphs that differ only in
+    the TaskGraphs of their operations share them.
     """
 
     def __init__(self, graph: Graph, dims: Dimensions, *, fuses: bool = True) -> None:
@@ -137,12 +136,12 @@ class Views:
             Use(view=self.slot_kinds[view], task_graph=0, present=present)
             for view, present in self._use_numbers
         ]
-        # Most rows are the same for all divisions.
+        # Most rows are equal in all divisions.
         self._row = functools.cache(self._make_row)
         self._flow = functools.cache(self._make_flow)
 
     def rows(self, graph: Graph) -> OperationRows:
-        """Merges the operations of a graph into rows.
+        """Returns the operations of a graph, merged into cost rows.
 
         Args:
             graph: Graph that differs only in the TaskGraphs of its operations.
@@ -155,7 +154,6 @@ class Views:
         )
 
     def _op_rows(self, graph: Graph) -> list[tuple[int, int, int, str]]:
-        """Returns the kind, TaskGraph, count and scope of every row."""
         counts: Counter[tuple[int, int]] = Counter()
         scopes: dict[tuple[int, int], str] = {}
         for op, kind in zip(graph.ops, self.ops, strict=True):
@@ -166,7 +164,6 @@ class Views:
         return [(*key, count, scopes[key]) for key, count in counts.items()]
 
     def _flows(self, graph: Graph) -> list[tuple[int, int, Readers, int, str]]:
-        """Returns the kind, TaskGraph, readers, count and scope of every flow."""
         homes = [op.task_graph for op in graph.ops]
         counts: Counter[tuple[int, int, Readers]] = Counter()
         scopes: dict[tuple[int, int, Readers], str] = {}
@@ -198,7 +195,7 @@ class Views:
         graph = self.graph
         read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
-            # Flax's loops return their slices, which no operation reads.
+            # Flax's loops return slices of parameters that no operation reads.
             idle = op.kind in LOOPS and len(op.operands) == 1 == len(op.results)
             if idle and op.results[0] not in read:
                 continue
@@ -227,7 +224,7 @@ class Views:
         )
         number = self._layouts.get(key)
         if number is None:
-            # Shapes with one dimension more or less may give an equal slot.
+            # A shape with one dimension more or less may give an equal slot.
             slot = Slot(
                 layout=layout,
                 sizes=sizes[tensor],
@@ -242,7 +239,6 @@ class Views:
         return number
 
     def _numbered(self, index: int, op: Op) -> int | None:
-        """Returns the kind of an operation, or None if it computes nothing."""
         if op.reshape or op.kind in LOOPS or op.kind == "slice":
             return None
         count = len(op.operands)
@@ -309,7 +305,7 @@ class Views:
         out = results[0].roles
         m, k, n, batch = op.matmul
         if op.kind == ATTENTION:
-            # Its rows are along the same sequence as its columns, but stay separate.
+            # Its rows and columns are along one sequence, but count separately.
             rows = frozenset(operands[1].layout[op.column])
             return Product(
                 m=m,
@@ -350,7 +346,7 @@ class Views:
         in_memory: Sequence[bool],
         kernels: Sequence[int | None],
     ) -> tuple[int, ...]:
-        """Returns the operands read from memory: those not fused with a neighbour."""
+        """Returns the operands that are read from memory, as no neighbour is fused."""
         reads = [slot for slot, t in enumerate(op.operands) if in_memory[t]]
         kernel = kernels[index]
         if kernel is None:
@@ -363,10 +359,10 @@ class Views:
         return tuple(slot for slot in reads if reads_first(op.operands[slot]))
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
-        """Returns whether a value is written to memory; between fused neighbours, it
-        stays on chip.
+        """Returns whether a value is written to memory, instead of staying on chip.
 
-        A fusion has one result, so a value with several readers is written.
+        A value stays on chip between fused neighbours. A fusion has one result, so a
+        value with several readers is written.
         """
         maker, readers = self.maker[tensor], self.places[tensor]
         if maker is None or not readers:
@@ -383,7 +379,7 @@ class Views:
         if op.reshape or op.kind in LOOPS:
             return frozenset(), frozenset()
         count, slots = len(op.operands), self.slots_of[index]
-        key = id(op.factors), slots  # Equal layers share them.
+        key = id(op.factors), slots  # Equal layers have the same objects.
         if key not in self._role_sets:
             present: set[int] = set()
             kept: set[int] = set()
@@ -470,7 +466,7 @@ class Views:
         )
 
     def _lies(self, tensor: int) -> FusedLayout | None:
-        """Returns a fused parameter's sharding if it is read in this tensor's form."""
+        """Returns the sharding of a fused parameter, if it is read in this form."""
         fused = self.reading.fused.get(tensor)
         if fused is None:
             return None
@@ -491,10 +487,10 @@ class Views:
         )
 
     def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
-        """Returns the number of transfers of a value: one per read.
+        """Returns the number of transfers of a value, one per read.
 
-        An operation that closes a loop is outside it and reads the value in every
-        iteration. A value that a loop returns unchanged moves once.
+        An operation that closes a loop is outside the loop and reads the value in every
+        iteration. A value that a loop returns unchanged is transferred once.
         """
         ops = self.graph.ops
         made = ops[maker].trip if maker is not None else 1

@@ -1,9 +1,8 @@
-"""The time of a step of one program, under one layout or many.
+"""Time of a step of one program, under one layout or many.
 
-A single plan is an array of one case, so a plan and a search of thousands of layouts
-share one computation. Rows of the program are evaluated for all cases at once. The axes
-that shard a role differ between cases, so collectives are computed once for all cases
-with equal axes.
+A single plan is an array of one case, so plans and searches share this computation.
+Rows of the program are evaluated for all cases at once. Cases differ in the axes that
+shard a role, so collectives are computed once for all cases with equal axes.
 """
 
 from __future__ import annotations
@@ -63,13 +62,14 @@ class TimeColumns:
 
     Attributes:
         terms: Seconds of each term of ``TimeTerms``, by name and case.
-        ahead, behind: Compute seconds of the forward and of the backward pass of one
-            micro-batch, by case.
-        between: Compute seconds of a step that ``tensor`` does not shard, by case.
+        ahead, behind: Compute seconds of one micro-batch in the forward pass, and in
+            the backward pass, by case.
+        between: Compute seconds of a step in operations that ``tensor`` does not shard,
+            by case.
         wire: Payload bytes of all collectives of a step, by case.
-        gathered: Bytes of the largest value that is gathered between its producer and
+        gathered: Bytes of the largest value that is gathered between producer and
             readers, by case.
-        collectives: Every collective as the compiler runs it; only for a single case.
+        collectives: Collectives as the compiler runs them; only for a single case.
     """
 
     terms: Mapping[str, np.ndarray]
@@ -94,7 +94,7 @@ class TimeColumns:
 
     @classmethod
     def concatenate(cls, many: Sequence[TimeColumns]) -> TimeColumns:
-        """Concatenates the cases of several columns."""
+        """Returns the cases of several columns as one."""
         arrays = {
             name: np.concatenate([getattr(one, name) for one in many])
             for name in _ARRAYS
@@ -107,7 +107,7 @@ class TimeColumns:
         return cls(terms=terms, **arrays, collectives=alone)
 
     def take(self, rows: np.ndarray) -> TimeColumns:
-        """Selects some of the cases."""
+        """Returns the cases with some indices."""
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         terms = {name: values[rows] for name, values in self.terms.items()}
         return TimeColumns(terms=terms, **arrays)
@@ -120,10 +120,10 @@ class TimeColumns:
     def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the likely and least step seconds with a sharded sequence, by case.
 
-        Operations between products that ``tensor`` does not shard are then divided at
-        best evenly, and no value is resharded. An all-reduce becomes a
-        reduce-scatter and an all-gather of as many bytes. Several readers share the
-        all-gather, so at least half of the all-reduce's time remains.
+        At best, ``tensor`` divides the operations between products evenly, and no value
+        is resharded. An all-reduce becomes a reduce-scatter and an all-gather of as
+        many bytes. Several readers share the all-gather, so at least half of the
+        all-reduce's time remains.
 
         Args:
             tensor: Size of the ``tensor`` axis, by case.
@@ -155,8 +155,9 @@ class StepTime:
         dims: Logical dimensions of the loss.
         cluster: Devices, links and their compiler.
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
-        memory_rows: Its operations without products.
-        traced_parts: Micro-batches into which the traced loss is already divided.
+        memory_rows: Operations of the program without products.
+        traced_parts: Number of micro-batches into which the traced loss divides the
+            batch.
     """
 
     rows: OperationRows
@@ -172,16 +173,16 @@ class StepTime:
     def of(
         self, cases: LayoutCases, combined: Sequence[Collective] | None = None
     ) -> TimeColumns:
-        """Predicts the steps of many cases.
+        """Returns the predicted time of a step, by case.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
-            combined: Collectives by which ranks of ``data`` combine gradients in the
-                update; gradients, losses and statistics are then reduced only over
-                other axes. None if all are reduced at once.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
+            combined: Collectives with which ranks of ``data`` combine gradients in the
+                update. Gradients, losses and statistics are then reduced only over the
+                other axes. Default: None, which reduces over all axes together.
 
         Returns:
-            Terms by case; with every collective for a single case.
+            Time terms by case; with all collectives for a single case.
         """
         inside, inverse = self._costs_inside(cases, combined)
         inside.communicate()
@@ -190,16 +191,17 @@ class StepTime:
     def near(
         self, cases: LayoutCases, seconds: Any, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
-        """Predicts the steps of the cases that can be as fast as a known step.
+        """Returns the predicted time of the cases that may be as fast as a known step.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
             seconds: Seconds of the known step, or an array of them by case.
-            sequence_parallel: Whether a case also counts if it can be as fast with the
+            sequence_parallel: Whether cases count that may be as fast only with the
                 sequence sharded between products.
 
         Returns:
-            Indices of the cases whose computation takes no longer, and their terms.
+            Indices of the cases whose computation takes no longer, and their time
+            terms.
         """
         inside, inverse = self._costs_inside(cases, None)
         parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]
@@ -218,8 +220,8 @@ class StepTime:
     def _costs_inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
     ) -> tuple[_StageTimes, np.ndarray]:
-        """Returns the costs of distinct cases, and the distinct case of each case."""
-        # Costs inside a micro-batch are the same at every ZeRO level.
+        """Returns the costs of distinct cases, and each case's distinct case."""
+        # Costs inside a micro-batch are equal at every ZeRO stage.
         first, inverse = distinct_columns([cases.row, cases.count])
         return _StageTimes(self, cases.take(first), combined), inverse
 
@@ -232,25 +234,25 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Seconds of a kernel launch."""
+        """Seconds of one kernel launch."""
         return float(self.cluster.slowest.launch_seconds)
 
     def present(self, row: Row) -> frozenset[int]:
-        """Returns the roles of an operation."""
+        """Returns the logical dimensions of an operation."""
         if id(row) not in self._present:
             self._present[id(row)] = present_roles(row)
         return self._present[id(row)]
 
 
 class _StageTimes:
-    """Sums of compute and collectives inside the micro-batches of some cases.
+    """Sums of compute time and collectives inside the micro-batches of some cases.
 
     Attributes:
         links: Collectives other than gradient reductions.
         gradients: Bytes of reduced gradients, by mesh axes and case.
-        compute, ahead: Compute seconds of a micro-batch, and of its forward pass.
-        between: Compute seconds in operations that ``tensor`` does not shard.
-        launches: Number of kernels of a micro-batch.
+        compute, ahead: Compute seconds of one micro-batch, and of its forward pass.
+        between: Compute seconds of it in operations that ``tensor`` does not shard.
+        launches: Number of kernels of one micro-batch.
         covers: Compute seconds that overlap with transfers of ring attention.
     """
 
@@ -292,8 +294,6 @@ class _StageTimes:
         for flow in self.model.rows.flows:
             self._flow(flow)
 
-    # Sharded roles.
-
     def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
         return self.cases.grid.hits(home, present, self.divisible)
 
@@ -306,7 +306,6 @@ class _StageTimes:
     def _groups(
         self, key: Hashable, columns: Callable[[], Sequence[np.ndarray]]
     ) -> LayoutGroups[Any]:
-        """Returns the layouts of the grid in groups with equal columns."""
         grid = self.cases.grid
         if key not in grid.groups:
             alone = len(grid) == 1
@@ -314,14 +313,11 @@ class _StageTimes:
         return grid.groups[key]
 
     def _at(self, layout: int) -> CostSetting:
-        """Returns the setting of one layout of the grid."""
         return self._setting(self.cases.grid.mesh_at(layout))
-
-    # Rows of the program.
 
     def _product(self, row: Row) -> None:
         present, model = self.model.present(row), self.model
-        # An operation's cost does not depend on which axes shard its roles.
+        # The number of shards counts, whichever axes make them.
         hits = self._hits(row.task_graph, present)
         parts = hits.parts
         names = {f"role {role}": role for role in parts}
@@ -350,7 +346,7 @@ class _StageTimes:
         def axes_at(layout: int) -> tuple[object, ...]:
             s = self._at(layout)
             hits = hits_of(present, grid.tables[int(grid.table[layout])][home], s)
-            # Halo exchanges depend on the sizes of the axes, too.
+            # Halo exchanges also depend on the sizes of the axes.
             return tuple(hits.items()), tuple((a, s.mesh[a]) for a in spatial)
 
         divisible = tuple([self.divisible[role] for role in sorted(present)])
@@ -396,7 +392,7 @@ class _StageTimes:
             self._collect(rows, found)
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:
-        """Adds collectives; defers the gradient reductions."""
+        """Adds collectives; gradient reductions are added later."""
         for c in found if self.combined is None else within_ranks(found):
             if c.what == "gradient":
                 if c.axes not in self.gradients:
@@ -409,7 +405,7 @@ class _StageTimes:
 def _with_storage(
     inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Adds storage and optimizer costs; ``inverse`` has each case's distinct case."""
+    """Adds storage and update costs; ``inverse`` has each case's distinct case."""
     model, everyone = inside.model, np.arange(len(cases))
     if not len(cases):
         return TimeColumns.none()
@@ -424,7 +420,7 @@ def _with_storage(
     seconds, count = links.seconds, cases.count
     hidden = constants().platforms.get(model.cluster.platform, WHOLE)
     shown = seconds["ring"]
-    if model.cluster.platform != "cpu":  # On CPU all devices share the cores.
+    if model.cluster.platform != "cpu":  # CPU devices share their cores.
         shown = np.maximum(0.0, shown - inside.covers[inverse] * count)
     launches = inside.launches[inverse] * count
     compute, ahead = inside.compute[inverse], inside.ahead[inverse]
@@ -450,7 +446,7 @@ def _with_storage(
 
 
 class _Storage:
-    """Costs of storage and the optimizer; ``late`` has collectives after the update."""
+    """Costs of storage and update; ``late`` has the collectives after the update."""
 
     def __init__(self, model: StepTime, cases: LayoutCases, links: _Links) -> None:
         self.cases, self.links = cases, links
@@ -492,14 +488,14 @@ class _Storage:
 
 
 class _Links:
-    """Collectives of some cases, and the running sums of their seconds.
+    """Collectives of some cases, and the sums of their seconds so far.
 
     Attributes:
         seconds: Seconds of all collectives of a step, by purpose and case.
         wire: Payload bytes of all collectives, by case.
         gathered: Payload bytes of the largest gather between TaskGraphs, by case.
-        run: Collectives as they run; only for a single case.
-        gathers: Indices in ``run`` of parameter gathers.
+        run: Collectives as the compiler runs them; only for a single case.
+        gathers: Indices in ``run`` of the gathers of parameters.
     """
 
     def __init__(self, cases: LayoutCases, cluster: Cluster) -> None:
@@ -515,7 +511,7 @@ class _Links:
         self.rates = functools.cache(self._rates)
 
     def at(self, inverse: np.ndarray, cases: LayoutCases) -> _Links:
-        """Returns the sums so far, for cases that equal these."""
+        """Returns the sums so far, for cases that repeat these."""
         result = copy.copy(self)
         result.cases = cases
         result.seconds = defaultdict(
@@ -556,7 +552,7 @@ class _Links:
             self._list(c, payload, turned)
 
     def _list(self, c: Collective, payload: np.ndarray, turned: np.ndarray) -> None:
-        """Stores a single case's collectives; merges equal gathers of parameters."""
+        """Lists a collective of a single case; merges equal gathers of parameters."""
         one = dataclasses.replace(
             c,
             kind="all-reduce" if turned[0] else c.kind,

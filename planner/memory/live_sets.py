@@ -1,8 +1,9 @@
-"""Live sets: tensors and parameters that are in memory in each span of a step.
+"""Live sets: the tensors and parameters in memory in each span of a step.
 
-They are computed once for a program; ``peak`` computes their bytes under a layout.
-Searches may cut the same operations into different TaskGraphs. ``AnalysedProgram`` has
-the results that depend on the operations alone, each computed at the first request.
+They are computed once for a program, and ``peak`` computes their bytes under a layout.
+Searches may divide the same operations into different TaskGraphs. ``AnalysedProgram``
+has the results that depend on the operations alone. Each is computed when first
+requested.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ from whalejax.planner.sharding.sequence_parallel import SequenceSplits
 T = TypeVar("T")
 
 Counts = Mapping[int, float]
-"""Number of tensors of each entry or kind, by its index."""
+"""Number of tensors by the index of their entry or kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLiveSets:
-    """Live tensors of each span: of the forward pass, then of the backward pass.
+    """Live tensors of each span; spans of the forward pass come before backward ones.
 
     Attributes:
-        kinds: Different kinds of tensors.
+        kinds: Distinct kinds of tensors.
         saved: Number of saved tensors of each kind, by span.
-        postponed: Tensors that live longer if products of weights' gradients are
-            postponed to the end of the backward pass.
-        working: Temporaries of spans, by kind: one of a span's rows at a time, before
-            the span computes its own gradients.
-        making: Temporaries while the span computes its gradients.
+        postponed: Number of tensors of each kind, by span, that live longer if products
+            of weights' gradients are postponed to the end of the backward pass.
+        working: Temporaries by kind before the span computes its own gradients; one row
+            at a time is live.
+        making: Temporaries by kind while the span computes its own gradients.
         starts: First row of each span in ``working`` and in ``making``.
-        gradients: Number of parameters with a gradient, by span and group.
+        gradients: Number of parameters with a gradient in memory, by span and group.
         held: Whether the span computes with a parameter of the group, by span and
-            group; if it is stored in shards, one is gathered at a time.
+            group. Of parameters that are stored in shards, one is gathered at a time.
         made: Whether the span computes a gradient of the group, by span and group.
-        reread: Number of parameters that products in a loop read entirely in every
-            iteration, by span and group. They are gathered before the loop.
-        turns: Number of loop iterations that divide the parameters, by group.
-        cast: Number of parameters whose copies in the compute type live throughout, by
-            group: all if there are loops over layers, and inputs of checkpointed
-            regions. Others are cast when they are read.
+        reread: Number of parameters, by span and group, that products in a loop read in
+            full in every iteration. They are gathered before the loop.
+        turns: Number of loop iterations that read slices of the parameters, by group.
+        cast: Number of parameters, by group, whose copies in the compute dtype live
+            throughout. These are all parameters if there are loops over layers, else
+            the inputs of checkpointed regions. Others are cast when they are read.
         waiting: Number of offloaded tensors of each kind.
     """
 
@@ -81,31 +82,31 @@ class SpanLiveSets:
 
 
 class StepLiveness:
-    """Liveness of a step's tensors, independent of TaskGraphs.
+    """Liveness of the tensors of a step, without their TaskGraphs.
 
     Args:
         dims: Logical dimensions of the loss.
         uses: Producers and readers of the tensors.
-        waiting: Number of offloaded copies of values, by tensor.
-        regathers: Whether products gather their weights again for their backward pass.
+        waiting: Number of offloaded copies by tensor.
+        regathers: Whether the backward pass gathers the weights of products again.
 
     Attributes:
-        entries: Index of each different tensor, by its layout, its bytes, the operation
+        entries: Index of each distinct tensor, by its layout, its bytes, the operation
             whose TaskGraph sets its sharding, and its least samples.
-        layouts: Index of each different layout with the sizes of its atoms.
-        saved: Number of saved tensors of each entry, by span (forward, then backward).
-        postponed: Number of those saved in addition if products of weights' gradients
-            are postponed, by span.
+        layouts: Index of each distinct layout with the sizes of its logical dimensions.
+        saved: Number of saved tensors of each entry, by span (forward before backward).
+        postponed: Number of tensors of each entry that are saved in addition, by span,
+            if products of weights' gradients are postponed.
         works: Temporaries of each span, before and while it computes gradients.
         waits: Number of offloaded tensors of each entry.
-        used: Use of each parameter by each span of the forward pass: 2 for a product, 1
+        used: Use of each parameter in each span of the forward pass: 2 for a product, 1
             for another operation, 0 for none.
-        ahead: ``used``, extended to the span where a product's result is written.
+        ahead: ``used``, extended to the span that writes the product's result.
         waited: Whether each parameter's gradient is in memory while the backward pass
             is in a span, by span and parameter.
-        given: Whether checkpointed regions compute with each parameter.
-        reread: Whether a product in a loop reads all of a parameter in every
-            iteration, by span of the forward pass and parameter.
+        given: Whether a checkpointed region has the parameter as input, by parameter.
+        reread: Whether a product in a loop reads the full parameter in every iteration,
+            by span of the forward pass and parameter.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class StepLiveness:
         self._number_of: dict[TensorEntry, int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
         self.slid = _slid_roles(graph, dims)
-        # Convolutions decide the layouts: batch or channels are in lanes.
+        # TPU convolutions have the batch or the channels in lanes, which sets layouts.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
         saved += [
@@ -190,7 +191,7 @@ def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
 
 
 def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSets:
-    """Computes the live sets of all spans.
+    """Returns the live sets of all spans.
 
     Args:
         graph: Captured loss.
@@ -213,7 +214,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
         making=np.concatenate(works[1]),
         starts=(starts[0], starts[1]),
         gradients=np.concatenate([none, course.waited @ groups]),
-        # The backward pass of a product reads it again and computes its gradient.
+        # The backward pass of a product reads the parameter and computes its gradient.
         held=np.concatenate(
             [(course.ahead >= 1) @ groups > 0, (used == 2) @ groups > 0]
         )
@@ -271,21 +272,21 @@ class _Kinds:
         return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """Returns ``full`` of each different row."""
+        """Returns ``full`` of each distinct row."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])
 
 
 class AnalysedProgram:
-    """Cached analyses of the operations of one captured loss.
+    """Analyses of the operations of one captured loss, each computed once.
 
     Args:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
-        compiler: Model of the compiler's treatment of the operations.
+        compiler: Model of the compiler.
 
     Attributes:
-        views: Operations in terms of roles.
+        views: Operations and values in terms of logical dimensions.
         splits: Divisions of the TaskGraphs for sequence parallelism.
     """
 
@@ -301,28 +302,28 @@ class AnalysedProgram:
         self._known: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
 
     def once(self, what: Hashable, make: Callable[..., T], *args: object) -> T:
-        """Returns ``make(*args)``, made once for the same ``what`` and objects.
+        """Returns ``make(*args)``, computed once per ``what`` and ``args``.
 
         Args:
             what: Name of the result, with all arguments that are compared by value.
-            make: Function that makes the result.
-            args: Its arguments, compared by identity.
+            make: Function that computes the result.
+            args: Arguments of ``make``, which are compared by identity.
         """
         key = what, *map(id, args)
         if key not in self._known:
-            # The arguments are kept because ids are unique only among live objects.
+            # Ids are unique only among live objects, so the arguments are kept.
             self._known[key] = args, make(*args)
         result: T = self._known[key][1]
         return result
 
     def rows(self, graph: Graph) -> OperationRows:
-        """Returns the cost rows of the loss with the TaskGraphs of ``graph``."""
+        """Returns the cost rows of the loss, with the TaskGraphs of ``graph``."""
         return self.once("rows", self.views.rows, graph)
 
     def live_sets(
         self, graph: Graph, facts: LeafFacts, course: StepLiveness
     ) -> SpanLiveSets:
-        """Returns ``moments`` of the loss; the arguments are its arguments."""
+        """Returns ``moments(graph, facts, course)``, computed once."""
         return self.once("live sets", moments, graph, facts, course)
 
     @functools.cached_property
@@ -332,25 +333,25 @@ class AnalysedProgram:
 
     @functools.cached_property
     def sliced(self) -> frozenset[int]:
-        """Parameters that loops over layers read one slice at a time."""
+        """Parameters that loops over layers read slice by slice."""
         return sliced_leaves(self.graph)
 
     @functools.cached_property
     def regathered(self) -> bool:
-        """Whether memory depends on gathering weights again in the backward pass."""
+        """Whether gathering weights again in the backward pass changes the memory."""
         return bool(regathered_operands(self.graph, self.views.weight))
 
     @functools.cached_property
     def uses(self) -> TensorUses:
-        """Producers and readers of each tensor, which every liveness uses."""
+        """Producers and readers of each tensor, for all liveness analyses."""
         return TensorUses(self.graph, self.views.weight, self.compiler)
 
     def course(self, *, apart: bool, regathers: bool) -> StepLiveness:
-        """Returns the live tensors of each span of a step.
+        """Returns the liveness of a step's tensors.
 
         Args:
             apart: Whether activations are in host memory.
-            regathers: Whether products gather their weights again backward.
+            regathers: Whether the backward pass gathers the weights of products again.
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:

@@ -1,11 +1,11 @@
 """Residuals of the forward pass and temporaries of the backward pass, by span.
 
-A step is cut into spans of consecutive operations; each loop is one span. Residuals are
-the values that fusions cannot recompute. Loops save exactly the residuals of their
-differentiation: compilers do not optimise across iterations.
+A step is divided into spans of consecutive operations; each loop is one span. Residuals
+are the values that fusions cannot recompute. Loops save exactly the residuals of their
+differentiation, as compilers do not optimise across iterations.
 
 The module is long because residuals, recomputed values and temporaries all depend on
-the same sources of each value.
+the sources from which values are recomputed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ _PIECES = 12
 """Largest number of spans for the operations outside loops."""
 
 _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-"""Elementwise operations too costly for fusions to recompute."""
+"""Elementwise operations that are too costly for fusions to recompute."""
 
 _WORKING = 2.0
-"""Temporaries of a product's backward pass, as a multiple of its largest operand or
-result: the gradients before and after the operations up to the next product."""
+"""Bytes of temporaries in a product's backward pass, divided by its largest operand or
+result: gradients before and after the operations up to the next product.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive operations: a half-open range of their indices."""
+    """Consecutive operations, as a half-open range of their indices."""
 
     first: int
     end: int
@@ -66,20 +67,22 @@ class Span:
 _SUMS = ("add", "add_any")
 
 NOWHERE = -1
-"""Index that means no operation."""
+"""Index that stands for no operation."""
 
 Works = list[dict[TensorEntry, float]]
 
 _PutOff = tuple[int, list[tuple[int, TensorEntry]], list[tuple[int, int, TensorEntry]]]
-"""Index of a product; gradients that it reads; residuals that it reads, each with its
-first reader."""
+"""(Index of a product, gradients that it reads, residuals that it reads with the first
+reader of each).
+"""
 
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
-    """Returns data operands of products, outside loops, that regather weights.
+    """Returns data operands of products outside loops whose weights are gathered again.
 
     The lowering computes such a product in a checkpointed region of its own. The inputs
-    of a region must be in memory: no fusion recomputes them across its boundary.
+    of the region must be in memory, as fusions do not recompute values across its
+    boundary.
 
     Args:
         graph: Captured loss.
@@ -96,28 +99,28 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
 class TensorUses:
     """Producers and readers of each tensor, and the spans of a step.
 
-    It depends neither on TaskGraphs nor on offload or repeated gathers, so all analyses
-    of one program share it.
+    They depend neither on TaskGraphs nor on offload or repeated gathers, so all
+    analyses of one program share them.
 
     Args:
         graph: Captured loss.
         weight: Whether each tensor depends on parameters alone.
-        compiler: Model of the compiler: fused computations and their types.
+        compiler: Model of the compiler, with its fusions and their dtypes.
 
     Attributes:
         maker: Index of the operation that produces each tensor.
         readers: Number of operations that read each tensor.
         reader: Last operation that reads each tensor.
         masks: Random tensors that are saved.
-        data: Whether each tensor depends on the batch, or on such masks.
-        value: Whether each tensor is computed from data: neither an input of the
-            program nor a weight.
-        narrow: Whether products read each tensor in a narrower type.
+        data: Whether each tensor depends on the batch, or on one of ``masks``.
+        value: Whether each tensor is computed from data, so that it is neither an input
+            of the program nor a weight.
+        narrow: Whether products read each tensor in a narrower dtype.
         leaving: Values that are assembled from chunks.
         homes: Operation whose TaskGraph owns each tensor.
         regions: Indices of the operations of each checkpointed region.
         spans: Spans of operations, in program order.
-        last: Index of each parameter's last reader; -1 without one.
+        last: Index of each parameter's last reader, or -1.
         users: Readers of each parameter, without operations on weights alone.
     """
 
@@ -212,8 +215,8 @@ class TensorUses:
         """Returns the use of each parameter by each span; see ``StepLiveness.used``.
 
         Args:
-            until: By product, the later operation that reads its result in another
-                form.
+            until: For each product, the later operation that reads its result in
+                another form.
         """
         result = np.zeros((len(self.spans), len(self.users)), int)
         ends = [span.end for span in self.spans]
@@ -242,14 +245,12 @@ class TensorUses:
 
 
 class Timeline:
-    """Lifetimes of the tensors that the forward pass saves.
-
-    They do not depend on the TaskGraphs of operations.
+    """Lifetimes of the tensors that the forward pass saves, without their TaskGraphs.
 
     Args:
         uses: Producers and readers of the tensors.
-        waiting: Number of offloaded copies of values, by tensor.
-        regathers: Whether products gather their weights again for their backward pass.
+        waiting: Number of offloaded copies by tensor.
+        regathers: Whether the backward pass gathers the weights of products again.
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class Timeline:
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
-        # The inputs of a checkpointed product and its gradient must be in memory.
+        # The inputs of a checkpointed product, and its gradient, must be in memory.
         self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
@@ -286,9 +287,9 @@ class Timeline:
     def _narrowed_operands(self) -> set[int]:
         """Returns the operands of products that are narrower than their sources.
 
-        An example is bfloat16 probabilities of a float32 softmax. Recomputing it inside
-        each product would read the wider value each time. So compilers write it once,
-        and both are saved.
+        An example is bfloat16 probabilities of a float32 softmax. If each product
+        recomputed them, it would read the wider value. So compilers write them once,
+        and both values are saved.
         """
         if not self.compiler.repeats:
             return set()
@@ -306,11 +307,11 @@ class Timeline:
         return result
 
     def _pooled(self) -> set[int]:
-        """Returns the operands of pooling windows; their gradients are scattered to the
-        chosen elements.
+        """Returns the operands of pooling windows, and some of their sources.
 
-        No fusion recomputes an operand of the scatter, so it is saved. Its sources are
-        saved too if the gradient of an activation reads them.
+        The gradient of a window is scattered to the chosen elements. Fusions do not
+        recompute an operand of this scatter, so it is saved. Its sources are saved too
+        if an activation's gradient reads them.
         """
         return {
             op.operands[0]
@@ -318,18 +319,16 @@ class Timeline:
             if op.remat is None and self._scatters(op)
         }
 
-    # Residuals.
-
     def _value(self, tensor: int) -> bool:
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """Returns the tensors from which fusions recompute a value, or itself.
+        """Returns the tensors from which fusions recompute a value, or the value
+        itself.
 
-        Weights and inputs of the program have no sources and are none.
-
-        A sum of several large tensors counts as one source: otherwise the number of
-        sources would grow with depth.
+        Weights and inputs of the program are no sources and have none. A sum of several
+        large tensors counts as one source, as the number of sources would else grow
+        with depth.
 
         Args:
             tensor: Id of the value.
@@ -350,7 +349,7 @@ class Timeline:
         return self._sources[tensor, region]
 
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Returns the operands from which fusions recompute a value, if they can."""
+        """Returns the operands from which fusions recompute a value; maybe none."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if (
             op is None
@@ -363,7 +362,7 @@ class Timeline:
 
     def _repeats(self, op: Op) -> bool:
         if self.compiler.repeats and op.kind == "div" and len(op.operands) == 1:
-            return True  # Division by a constant is a product with its inverse.
+            return True  # Division by a constant is multiplication by its inverse.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
 
     def _find_materialized(
@@ -380,7 +379,7 @@ class Timeline:
         return frozenset({tensor}) if adds and len(large) > 1 else result
 
     def _hard(self) -> set[int]:
-        """Returns operands of operations that do not fuse: they are materialised."""
+        """Returns operands of operations that do not fuse, which are in memory."""
         hard: set[int] = set()
         for op in self.graph.ops:
             for t in op.operands if _hard(op) else ():
@@ -388,7 +387,7 @@ class Timeline:
         return hard
 
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
-        """Returns the saved tensors without those recomputed from other saved tensors.
+        """Returns the saved tensors, without those that others suffice to recompute.
 
         ``kept`` has the index of each tensor's first reader.
         """
@@ -421,7 +420,7 @@ class Timeline:
         return lean
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Returns each (tensor, copy) outside regions: first reader, bytes, owner."""
+        """Returns (first reader, bytes, owner) by (tensor, copy), outside regions."""
         ops = self.graph.ops
         kept: dict[int, int] = {}
         stacked = bool(self.graph.stacked)
@@ -466,7 +465,6 @@ class Timeline:
         return result
 
     def _kept_by(self, one: LoopResidual) -> int:
-        """Returns the owner of a loop's residual: its reader or its producer."""
         shape = self.graph.tensors[one.tensor].shape
         for i, op in enumerate(self.graph.ops if one.gathered else ()):
             if op.trip > 1 and op.matmul is not None:
@@ -527,20 +525,20 @@ class Timeline:
         ]
 
     def saved_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns tensors still saved when the backward pass reaches an operation."""
+        """Returns the tensors that are saved when the backward pass reaches ``end``."""
         return Counter(
             [entry for first, _, entry in self._saved_entries if first < end]
         )
 
     def made_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns tensors already saved when the forward pass reaches an operation."""
+        """Returns the tensors that are saved when the forward pass reaches ``end``."""
         return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
-        """Returns the partial gradients that are live during a span's backward pass.
+        """Returns the partial gradients that are live in a span's backward pass.
 
-        A value with readers before and after a span, as of a skip connection, has a
-        partial gradient from its last reader on, until the others add theirs.
+        A value with readers before and after the span, such as a skip connection, has a
+        partial gradient from its last reader's pass until its other readers' passes.
         """
         gradients: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
@@ -551,9 +549,9 @@ class Timeline:
     def postponed_behind(self, span: Span) -> Counter[TensorEntry]:
         """Returns the tensors that postponed products of weights' gradients will read.
 
-        While the backward pass is in a span, these are the residuals and gradients that
-        later products read. Gradients that the products compute inside a fusion do not
-        count. Products in loops and in checkpointed regions are not postponed.
+        They are residuals and gradients of the products that the backward pass has
+        reached before the span. Gradients that a fusion computes inside the product do
+        not count. Products in loops and in checkpointed regions are not postponed.
         """
         kept: dict[int, TensorEntry] = {}
         gradients: dict[int, TensorEntry] = {}
@@ -586,10 +584,7 @@ class Timeline:
         return products_put_off
 
     def _part_of(self, tensor: int) -> int:
-        """Returns the sum that a value is a term of, or the value itself.
-
-        The gradient of the sum is also that of its terms, whatever type they have.
-        """
+        """Returns the sum of which a value is a term, or the value itself."""
         t = tensor
         while self.readers[t] == 1:
             op = self.reader[t]
@@ -615,10 +610,10 @@ class Timeline:
         return last
 
     def _fused_gradients(self) -> set[int]:
-        """Returns the results of products whose gradients are not in memory.
+        """Returns the results of products whose gradients are never in memory.
 
-        All computations on logits end in one number per row. From these numbers and the
-        logits, fusions compute the gradient inside each product that reads it.
+        They are logits whose readers all end in one number per row. From these numbers
+        and the logits, fusions compute the gradient inside each product that reads it.
         """
         fused_gradients: set[int] = set()
         readers: dict[int, list[Op]] = {}
@@ -645,8 +640,6 @@ class Timeline:
                 stack += (r for r in op.results if tensors[r].size * SMALL > least)
         return True
 
-    # Temporaries of a span.
-
     def ahead(self, span: Span) -> Iterator[dict[TensorEntry, float]]:
         """Yields the temporaries of the forward pass: results that cannot fuse."""
         kept = {tensor for tensor, _ in self.saved}
@@ -663,10 +656,9 @@ class Timeline:
         yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
-        """Returns whether a tensor is saved, or is a form of a saved one that is not
-        wider.
+        """Returns whether a tensor, or a form of it that is not narrower, is saved.
 
-        The product that computes the saved tensor then writes it in this form.
+        The product that computes the saved tensor writes it in this form.
         """
         nbytes, t = self.graph.tensors[tensor].nbytes, tensor
         while t not in kept or self.graph.tensors[t].nbytes < nbytes:
@@ -687,7 +679,7 @@ class Timeline:
         """Returns the temporaries of each product's backward pass.
 
         Returns:
-            Temporaries in the backward pass of the operations after a product, and
+            Temporaries while the operations after a product run backward, and
             temporaries while the product's own gradients are computed.
         """
         before: dict[Any, dict[TensorEntry, float]] = {}
@@ -714,7 +706,7 @@ class Timeline:
                 if few.kept:
                     _hold(held, few.before(i + 1, op.remat).items())
             if op.matmul is None:
-                # The gradients of the windows' operands and results.
+                # Gradients of the windows' operands and results.
                 read = (*op.operands, *op.results) if chooses else ()
                 _hold(held, ((self._entry(t), 1) for t in read))
                 before[frozenset(held.items())] = held
@@ -744,8 +736,8 @@ class Timeline:
     def _masked(self, op: Op) -> list[tuple[int, float]]:
         """Returns the masked values of a grouped product, with their multiples.
 
-        A product of all rows with the matrices of all groups needs one masked copy of
-        the rows per group, and of their gradients in the backward pass.
+        A product of all rows with the matrices of all groups needs a masked copy of the
+        rows for each group. In the backward pass, so do the rows' gradients.
         """
         if op.kind not in RAGGED or self.compiler.groups_rows:
             return []
@@ -753,13 +745,12 @@ class Timeline:
         return [(t, groups) for t in (op.operands[0], *op.results) if self._value(t)]
 
     def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
-        """Yields the temporaries of blockwise attention's backward pass, with their
-        multiples.
+        """Yields the temporaries of blocked attention's backward pass, with multiples.
 
-        These are float32 sums of the gradients of queries, keys and values, and the
-        gradient of its output. In a loop, the residuals are also sliced out of their
-        stacks, or recomputed. Compilers postpone gradients of weights, because nothing
-        else in the loop needs them.
+        They are float32 sums of the gradients of queries, keys and values, and the
+        gradient of the output. In a loop, residuals are also sliced out of their
+        stacks, or recomputed. Compilers postpone gradients of weights, as nothing else
+        in the loop needs them.
         """
         op = self.graph.ops[at]
         given = op.operands[:3]
@@ -773,7 +764,7 @@ class Timeline:
             yield t, 1.0
 
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
-        """Returns the tensors that postponed gradients of weights read.
+        """Returns the tensors that postponed products of weights' gradients read.
 
         Such products come after operation ``at``, and other products of the loop read
         their results. They read their operands and the gradients of their results.
@@ -797,9 +788,9 @@ class Timeline:
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
-        """Returns the size factor of a gradient in two products.
+        """Returns the size factor of a gradient that two products read.
 
-        One of them may read it in a type of half the width.
+        One product may read it in a dtype of half the width.
         """
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
@@ -824,7 +815,6 @@ class Timeline:
         return 2 if narrow and self.compiler.widens else 1
 
     def _chunks(self, maker: int, tensor: int) -> int:
-        """Returns the number of chunks of a value; one is in memory at a time."""
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 
@@ -854,10 +844,10 @@ class Timeline:
         return self._lean(kept, region)
 
     def written_until(self) -> dict[int, int]:
-        """Returns, by product, the operation that reads its result in another form.
+        """Returns the operation that reads each product's result in another form.
 
-        An example is float32 logits for the lookup of labels: the product also writes
-        that form, so its weight stays in memory until then.
+        An example is the lookup of labels, which reads float32 logits. The product
+        writes this form too, so its weight stays in memory until then.
         """
         written_until: dict[int, int] = {}
         for j, op in enumerate(self.graph.ops):
@@ -896,10 +886,7 @@ def _hold(
 def _undominated(
     rows: list[dict[TensorEntry, float]],
 ) -> Iterator[dict[TensorEntry, float]]:
-    """Yields the rows that no other row dominates; of equal rows, the first.
-
-    A dominating row has the rarest entry of the other too, so few pairs are compared.
-    """
+    """Yields the rows that no other row dominates, and the first of equal rows."""
     holding: dict[TensorEntry, list[int]] = {}
     for i, row in enumerate(rows):
         for entry in row:

@@ -1,9 +1,9 @@
-"""Bytes of lookup tables as a compiler stores them in memory with lanes.
+"""Bytes of lookup tables in the memory of compilers with lanes.
 
 Rows are read and updated where they are contiguous. So the columns of gathered tables
-and of their gradients are padded to full lanes, however few there are. Lookups and
-updates do not depend on each other: compilers hold all tables at once. Stored tables
-have their rows in lanes, and need no padding.
+and of their gradients are padded to full lanes, however few they are. Lookups and
+updates of different tables are independent, so compilers hold all tables at once.
+Stored tables have their rows in lanes and need no padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.planner.sharding.shard_counts import LeafShardCounts, ShardCounts
 
 
 _SUBLANES = 8
-"""Size of a tile in the dimension other than lanes."""
+"""Size of a tile in the dimension that is not in lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +29,14 @@ class Tables:
     """Bytes of lookup tables on one device, by case.
 
     Attributes:
-        groups: Whether each parameter group has tables whose gradients stay in
+        groups: Whether each group of parameters has tables whose gradients stay in
             their compute sharding.
-        gathered: Bytes of all tables that are gathered for lookups, in their own form
-            and with their columns in lanes.
-        largest: Bytes, when computed, of the largest gradient that storage then shards.
+        gathered: Bytes of all tables that are gathered for lookups, in two forms: as
+            gathered, and with columns in lanes.
+        largest: Bytes of the largest gradient that storage then shards, before this.
         gradients: Bytes of all other gradients.
-        updated: Bytes of the tables and their state during the update, if it has the
-            form of the gradients.
+        updated: Bytes of tables and their state during the update, if the update has
+            the form of the gradients.
     """
 
     groups: np.ndarray
@@ -54,13 +54,13 @@ def tables_of(
     whole: np.ndarray,
     s: CostSetting,
 ) -> Tables | None:
-    """Returns the bytes of lookup tables, or None if there are no such tables.
+    """Returns the bytes of lookup tables; None if the program has none.
 
     Args:
         facts: Parameters of the model.
-        cuts: Shard counts of each parameter group.
+        cuts: Shard counts of each group of parameters.
         counts: Number of parameters on a device, by group and case.
-        gathered: Bytes of one gathered parameter of each group; 0 if it needs none.
+        gathered: Bytes of one gathered parameter of each group; 0 if none is gathered.
         whole: Bytes of one gradient of each group before it is sharded.
         s: Meshes and compiler.
     """
@@ -89,7 +89,7 @@ def tables_of(
         whole_update = cut.optimizer.num_shards == cut.compute.num_shards
         applies = unsharded & whole_update & (count > 0)
         if len(sizes) == 2:
-            # Rows are summed in place: no other form is needed.
+            # Rows are summed in place, without another form.
             applies = applies & ~(alone & (sizes[0] % lanes == 0))
         updated += np.where(applies, count * there, 0.0)
         largest_update = np.maximum(largest_update, np.where(applies, passing, 0.0))
@@ -105,12 +105,12 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """Returns the temporaries of an update, for each table and for one at a time.
+    """Returns the temporaries of an update: for all tables, and for one at a time.
 
-    A table and its stored state do not count. The update has the form of the summed
+    Tables and their stored state do not count. The update has the form of the summed
     rows, and is copied back. Separate tables are updated one by one, and all results
-    are live until the copy. Stacked tables and their state reuse the memory of the
-    gradient, if it is not narrower.
+    are live until the copy. Stacked tables and their state reuse the gradient's memory
+    if the gradient is not narrower.
     """
     part = math.prod(sizes) / math.prod(group.shape)
     table, state = group.nbytes * part, group.optimizer_bytes * part
@@ -133,13 +133,12 @@ def _padding(sizes: Sequence[Any], lanes: int) -> Any:
 
 
 def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
-    """Returns the size factor of a gradient's forms: its sum and, for stacked tables,
-    one more.
+    """Returns the size of a gradient's forms, divided by the gradient's size.
 
-    Stacked tables are one long table while rows are added. If the rows of each fill
-    complete tiles, that form equals the array with rows in lanes. It is still copied if
-    storage shards it or the table has another layout, with the tables in the other
-    dimension of a tile.
+    Stacked tables have one more form, as they are one long table while rows are summed.
+    If each table's rows fill complete tiles, this form equals the array with rows in
+    lanes. It is copied nevertheless if storage shards it, or if the tables of the stack
+    are in the other dimension of a tile.
     """
     padding = _padding(sizes, lanes)
     if len(sizes) == 2:

@@ -1,13 +1,12 @@
 """Peak memory of a step, over the forward and the backward pass.
 
 While the backward pass is in a span (see ``liveness``), memory holds the residuals of
-this and all earlier spans, the gradients of all later spans, and the temporaries of the
-span itself. The peak is the largest of these sums. In each span, two moments count:
-before its own gradients are computed, and meanwhile.
+this span and all earlier ones, the gradients of all later spans, and the temporaries of
+this span. The peak is the largest of these sums. Each span has two moments: before its
+own gradients are computed, and while they are.
 
-The live sets do not depend on the layout, so the bytes of many layouts are products of
-the same matrices. All arrays here have one column per case, and a single plan is one
-column.
+Live sets do not depend on the layout, so the bytes of many layouts are products of the
+same matrices. All arrays have one column per case; a single plan is one column.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from whalejax.planner.sharding.shard_counts import (
 
 
 GATHER_COPIES = 2
-"""Extra copies of a gathered value on CPU, because its readers need other layouts. The
-logits that a BERT's tensor ranks gather have two, besides the two that are counted
-anyway.
+"""Number of further copies of a gathered value on CPU, as its readers need other
+layouts. The gathered logits of a BERT with tensor ranks have two, in addition to the
+two copies that other terms count.
 """
 
 
 LOOP_COPIES = 3
-"""Copies of a weight that is gathered before a loop: one as gathered, one in the form
-that the loop's products read, and the weight of the next loop, which is gathered
+"""Number of copies of a weight that is gathered before a loop: as gathered, in the form
+that the loop's products read, and of the next loop's weight, which is gathered
 meanwhile (libtpu 0.0.42, v5e, three LSTMs of 3072).
 """
 
@@ -54,7 +53,7 @@ class PeakMemory:
 
     Attributes:
         params, gradients, optimizer, activations, working: Terms of ``MemoryTerms``.
-        host: Bytes in host memory, without optimizer state.
+        host: Bytes in host memory, except optimizer state.
     """
 
     params: np.ndarray
@@ -67,22 +66,22 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Share of a program on one device: everything, or a pipeline stage's part.
+    """Part of a program on one device: everything, or the part of a pipeline stage.
 
     A stage runs the spans of its own parts of the program. For layers in a loop, it
-    saves one iteration per layer, and has the temporaries of one at a time.
+    saves one iteration per layer, and has the temporaries of one layer at a time.
 
     Attributes:
         task_graph_shares: Fraction of each TaskGraph's tensors that the stage computes,
             by case; None if it computes all.
-        group_shares: Fraction of each parameter group that the stage stores, by case.
+        group_shares: Fraction of each group of parameters on the stage, by case.
     """
 
     task_graph_shares: Mapping[int, Any] | None = None
     group_shares: Any = 1.0
 
     def take(self, rows: np.ndarray) -> StageShare:
-        """Selects some of the cases."""
+        """Returns the shares of some of the cases."""
         if self.task_graph_shares is None:
             return self
         task_graph_shares = {
@@ -110,19 +109,18 @@ class _ParameterBytes:
 
     Attributes:
         params, state: Bytes of all parameters and of the optimizer state, as stored.
-        casts: Bytes of the parameters' copies in the compute type.
+        casts: Bytes of the parameters' copies in the compute dtype.
         summed: Bytes of all accumulated gradients.
         gradients: Bytes of one gradient of each group until the update; 0 for
-            frozen parameters.
+            parameters that are not trained.
         gathered: Bytes of one gathered parameter of each group.
-        fresh: Bytes of one gradient of each group before it is scattered.
-        summing: Bytes of one gradient of each group as a loop's iterations sum it.
+        fresh: Bytes of one gradient of each group before it is reduce-scattered.
+        summing: Bytes of one gradient of each group while a loop's iterations sum it.
         host: Bytes of all parameters in host memory.
-        fetched: Bytes of each group that are fetched from host memory for two
-            layers.
+        fetched: Bytes of each group that are fetched from host memory, for two layers.
         updating: Bytes of all gradients during an update in host memory.
-        reduced: Bytes of all gradients before their reduction, and after; zero if the
-            compiler reduces each at once.
+        reduced: Bytes of all gradients before their reduction, and after it. Both are 0
+            if the compiler reduces each gradient at once.
     """
 
     params: np.ndarray
@@ -192,7 +190,7 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
     stored = nbytes / param
     cast = np.maximum(0.0, c.found.cast[:, None] * share - gone) * stored * narrow
     kept = gradient
-    if (turns == 1).all():  # Gradients are sharded where the optimizer reads them.
+    if (turns == 1).all():  # Gradients are sharded as the optimizer reads them.
         whole = c.rows(
             reduced_whole(group, cut, c.tables[group.home], c.s, cast_bytes)
             for (group, _), cut in zip(c.facts.groups, c.cuts, strict=True)
@@ -209,7 +207,7 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
     return _ParameterBytes(
         params=((here - gone) * stored).sum(0),
         state=(here * c.of_groups("optimizer_bytes") / optimizer).sum(0),
-        # Quantised parameters are widened when they are read.
+        # Quantised parameters are converted to the wider dtype when they are read.
         casts=np.where(narrow < 1.0, cast, 0.0).sum(0),
         summed=(here * made / gradient).sum(0),
         gradients=waiting,
@@ -226,8 +224,8 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
 def _reduced_gradients(c: _PeakInputs) -> tuple[np.ndarray, np.ndarray]:
     """Returns ``_ParameterBytes.reduced``.
 
-    Gradients that are sharded after their reduction are reduced one parameter at a
-    time; in a loop, one iteration at a time.
+    Gradients that are sharded after their reduction are reduced one at a time, and in a
+    loop for one iteration at a time.
     """
     before, whole, largest = (np.zeros(c.number) for _ in range(3))
     if not c.s.cluster.compiler.reduces_at_end:
@@ -279,8 +277,8 @@ def _fuller_moment(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns gradients and temporaries at the fuller of each span's two moments.
 
-    The moments are before the span computes its own gradients, and meanwhile. Before,
-    its own gradients are not in memory; loops allocate theirs at the start.
+    Before a span computes its own gradients, these are not in memory, except those of
+    loops, which are allocated at the start.
     """
     waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting
@@ -296,10 +294,10 @@ def _gathered_weight_bytes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bytes of weights before and while each span computes gradients.
 
-    Weights that all iterations of a loop read are gathered before it, with copies. A
-    compiler that reduces gradients after loops allocates their sums before the first
-    loop of the backward pass. ``first`` has the number of each group's parameters that
-    are gathered before anything is computed.
+    Weights that all iterations of a loop read are gathered before the loop, with
+    copies. Compilers that reduce gradients after loops allocate the sums before the
+    first loop of the backward pass. ``first`` has the number of each group's parameters
+    that are gathered before all computation.
     """
     result = c.found
     reread = result.reread * c.s.cluster.compiler.merge_partials
@@ -335,7 +333,7 @@ def _table_moments(
     tables = tables_of(c.facts, c.cuts, there, leaves.gathered, leaves.summing, c.s)
     if tables is None:
         return []
-    # The backward pass ends in the first span.
+    # The backward pass ends in the span in which the forward pass begins.
     others = np.where(tables.groups, 0.0, leaves.gradients) * c.stage.group_shares
     born = c.found.gradients[len(c.found.gradients) // 2] @ others
     born = np.where(tables.largest + tables.gradients > 0, born, 0.0)
@@ -351,8 +349,9 @@ def _gathered_first(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bytes of weights outside loops that are gathered at the start.
 
-    They are for one parameter of each group in one form, and for all that are live
-    until the backward pass, by span, with the initial bytes last.
+    The first array is for one parameter of each group in one form. The second is for
+    all parameters that are live until the backward pass, by span, with the bytes at the
+    start in its last row.
     """
     one = np.where(c.once, leaves.gathered, 0.0) * compiler.gathers_first
     gradients = c.found.gradients
@@ -384,21 +383,21 @@ def peak_of(
     postpones: bool = False,
     stage: StageShare = WHOLE_PROGRAM,
 ) -> PeakMemory:
-    """Computes the peak memory of a step on one device.
+    """Returns the peak memory of a step on one device.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each parameter group.
+        cuts: Shard counts of each group of parameters.
         found: Live tensors of each span.
-        tables: Compute table of each TaskGraph, the same in all cases.
-        s: Mesh sizes and micro-batches of the cases.
-        cast_bytes: Bytes of a parameter in its compute type, over its stored bytes.
+        tables: Compute table of each TaskGraph, which all cases share.
+        s: Mesh sizes and numbers of micro-batches of the cases.
+        cast_bytes: Bytes of a parameter in its compute dtype, over its stored bytes.
         accumulates: Whether gradients of several micro-batches are summed, by case.
         away: Number of parameters in host memory, by group and case.
-        in_flight: Number of micro-batches whose activations are saved at once.
+        in_flight: Number of micro-batches whose activations are saved at a time.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether products of weights' gradients outside loops are postponed.
-        stage: Share of the program that the device stores.
+        stage: Part of the program on the device; default: all of it.
 
     Returns:
         Bytes of each memory term, by case.
@@ -461,7 +460,7 @@ def _span_moments(
     born, working = _fuller_moment(c, leaves, working + held, making + made)
     working = working + leaves.casts
     if first.any():
-        # Gathered weights without a gradient yet stay for the backward pass.
+        # Gathered weights without a gradient so far are used in the backward pass.
         working = working + ready[:-1]
         saved, born, working = _append_moment(
             (saved, born, working), (0.0, 0.0, ready[-1])
@@ -479,12 +478,12 @@ def _with_update_moments(
     moments: tuple[_ParameterBytes, _MomentBytes],
     accumulates: np.ndarray,
 ) -> _MomentBytes:
-    """Returns the moments with accumulated gradients, and those of the update."""
+    """Returns the moments with accumulated gradients, and the moments of the update."""
     saved, born, working = moments[1]
     working = np.where(accumulates, working + born, working)
     born = np.where(accumulates, leaves.summed, born)
     if c.away.any():
-        # The update in chunks needs gradients in the wide type.
+        # An update in chunks reads gradients in the wide dtype.
         updating = np.where(c.away.any(axis=0), leaves.updating, 0.0)
         saved, born, working = _append_moment(
             (saved, born, working), (0.0, updating, 0.0)

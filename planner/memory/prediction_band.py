@@ -1,11 +1,10 @@
 """Measured errors of the memory prediction against compiled programs.
 
-The bands are ratios of compiled to predicted peak memory, over the programs that
-``scripts/bench_verify.py`` compares, without those held out to judge the bands. The
-edges leave out about one in twenty on each side. CPUs have no band: they use host
-memory, which no compiler limits. A program that sorts, loops over time or is mostly
-tables has parts that no compared program had, so the error of its prediction is
-unknown.
+A band is a range of ratios of compiled to predicted peak memory. It covers about nine
+in ten of the programs that ``scripts/bench_verify.py`` compares, without those that
+only judge the bands. CPUs have no band, as they use host memory, which compilers do not
+limit. Programs that sort, loop over time or have mostly tables contain parts that no
+compared program had, so the error of their prediction is unknown.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ _BY_KIND: Final = {
         "cumsum cumprod cummax cummin cumlogsumexp".split(), "running sums"
     ),
 }
-"""Names of patterns by the kind of an operation."""
+"""Names of patterns by kind of operation."""
 
 MEASURED: Final = frozenset(("2-D convolutions", "3-D convolutions"))
-"""Patterns that compiled programs had; programs without patterns were compiled too."""
+"""Patterns of compared programs; programs without patterns were compared too."""
 
 
 def patterns(graph: Graph) -> frozenset[str]:
-    """Returns the names of the unusual parts of a program.
+    """Returns the names of the unusual parts of a program, its patterns.
 
     Args:
         graph: Captured loss.
 
     Returns:
-        Names, such as ``"2-D convolutions"`` or ``"sorts"``; empty for layers of
+        Names such as ``"2-D convolutions"`` or ``"sorts"``; empty for programs of
         products, attention and elementwise operations.
     """
     result = {_BY_KIND[op.kind] for op in graph.ops if op.kind in _BY_KIND}
@@ -63,7 +62,7 @@ def patterns(graph: Graph) -> frozenset[str]:
 
 
 def unmeasured(graph: Graph) -> tuple[str, ...]:
-    """Returns the sorted patterns of a program that no compiled program had."""
+    """Returns the sorted patterns of a program that no compared program had."""
     return tuple(sorted(patterns(graph) - MEASURED))
 
 
@@ -72,9 +71,9 @@ class MemoryBand:
     """Range of a compiled program's memory, as fractions of the predicted memory.
 
     Attributes:
-        low: Lower end.
-        high: Upper end; the excess over 1 is the margin that a plan leaves free.
-        unmeasured: Names of the program's patterns that no compiled program had.
+        low: Lower end of the range.
+        high: Upper end of the range; a plan leaves its excess over 1 free.
+        unmeasured: Patterns of the program that no compared program had.
     """
 
     low: float
@@ -89,17 +88,18 @@ _BANDS: Final = {
     ("gpu", True): MemoryBand(low=0.94, high=1.10),
     ("gpu", False): MemoryBand(low=0.95, high=1.15),
 }
-"""Bands by platform and whether the layers are in a loop. The band of GPUs without a
-loop leaves out one program, which needs 36 % more than predicted: XLA's scheduler for
-GPUs recomputes early if memory is free; here three quarters of the memory were free.
+"""Bands by platform, and by whether the layers are in a loop. The band of GPUs without
+a loop excludes one program, which needs 36% more than predicted. XLA's GPU scheduler
+recomputes early if memory is free, and three quarters were free for this program.
 """
 
 _FOREIGN: Final = {
     "tpu": MemoryBand(low=0.77, high=1.25),
     "gpu": MemoryBand(low=0.77, high=1.36),
 }
-"""Bands by platform for programs with unmeasured patterns: as wide as the worst of all
-compiled programs, and on TPUs at least a quarter."""
+"""Bands by platform for programs with unmeasured patterns. They are as wide as the
+worst of all compared programs, and on TPUs at least a quarter.
+"""
 
 
 def memory_band(platform: str, graph: Graph) -> MemoryBand:
@@ -121,8 +121,8 @@ def band_of(
 
     Args:
         platform: Name of the platform, as in ``memory_band``.
-        in_a_loop: Whether a loop computes the layers, instead of unrolled code.
-        unmeasured: Patterns of the program that no compiled program had.
+        in_a_loop: Whether the layers are in a loop, instead of unrolled.
+        unmeasured: Patterns of the program that no compared program had; default: none.
     """
     if unmeasured and platform in _FOREIGN:
         return replace(_FOREIGN[platform], unmeasured=unmeasured)

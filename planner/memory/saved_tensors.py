@@ -1,13 +1,13 @@
 """Memory of the tensors that a layout saves for the backward pass, and of temporaries.
 
-``Op.saves`` lists the values that the backward pass of an operation reads. A
-checkpointed region saves only its inputs, and one instance is recomputed at a time.
-Broadcasts and casts are not counted: the compiler repeats them in each reader.
+``Op.saves`` lists the values that an operation's backward pass reads. A checkpointed
+region saves only its inputs, and one region is recomputed at a time. Broadcasts and
+casts do not count, as the compiler repeats them in each reader.
 
-TPU compilers move a part of an extent into the batch of a convolution with few samples.
-They write its operand and result in that form too. The number of samples on a device
-depends on the layout, so entries of ``FewSamples`` state the least number of samples at
-which the buffer exists (``SavedTensorGroup.least_samples``); ``kept_bytes`` reads it.
+If a device has few samples, TPU compilers move a part of an extent into the batch of a
+convolution, and also write its operand and result in that form. The layout sets the
+number of samples on a device, so ``SavedTensorGroup.least_samples`` has the number from
+which such a buffer exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whalejax.planner.sharding.shard_counts import ShardCounts
 
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
-"""Operations with large results from small operands, which every compiler repeats."""
+"""Operations with large results of small operands, which every compiler repeats."""
 
 _REPEATED = SPREAD | frozenset({"convert_element_type", "copy"})
 """Operations that the compiler repeats instead of saving their results."""
@@ -57,22 +57,23 @@ CHEAP = _REPEATED | frozenset(
         "ge",
     }
 )
-"""Elementwise operations that fusions repeat in the backward pass: their results are
-saved only if another operation materialises them."""
+"""Elementwise operations that fusions repeat in the backward pass. Their results are
+saved only if another operation writes them to memory.
+"""
 
 
 SMALL: Final = 16
-"""Tensors that are smaller than a related one by this factor, such as row maxima, are
-ignored."""
+"""Factor by which ignored tensors, such as row maxima, are smaller than others."""
 
 FEW_SAMPLES: Final = 8
-"""With fewer samples on a device, TPU compilers move a part of an extent into the batch
-of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results then exist
-in two forms. With 2 samples or more, values computed from the statistics of each sample
-are materialised for every element."""
+"""Number of samples on a device below which TPU compilers move a part of an extent into
+the batch of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results
+then exist in two forms. From 2 samples on, values that are computed from the statistics
+of each sample are written for every element.
+"""
 
 LARGE_EXTENT: Final = 64
-"""Smallest extent for which the effect of few samples was observed."""
+"""Smallest extent for which this was observed."""
 
 
 class TensorEntry(NamedTuple):
@@ -82,7 +83,7 @@ class TensorEntry(NamedTuple):
         tensor: Id of the tensor.
         nbytes: Unsharded bytes of the tensor.
         home: Index of the operation whose TaskGraph sets its sharding.
-        least_samples: See ``SavedTensorGroup.least_samples``.
+        least_samples: Attribute of ``SavedTensorGroup``.
     """
 
     tensor: int
@@ -93,21 +94,22 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorGroup:
-    """Equal tensors that memory must hold, counted.
+    """Group of equal tensors that memory must hold.
 
     Attributes:
-        layout, sizes: Atoms of each dimension.
-        nbytes: Bytes of one of them, unsharded.
-        task_graph: TaskGraph whose table sets their sharding.
+        layout, sizes: Logical dimensions in each dimension, and their sizes.
+        nbytes: Unsharded bytes of one tensor.
+        task_graph: TaskGraph whose table sets the sharding.
         count: Number of equal tensors.
-        made: Kind of the producer: ``"product"`` of a value with a weight, ``"name"``
-            for a value that the model names for checkpointing, or ``""``.
-        ends: Whether only its first or last dimension can be in lanes.
+        made: Kind of the producer: ``"product"`` for a product of a value with a
+            weight, ``"name"`` for a value that the model names for checkpointing, else
+            ``""``.
+        ends: Whether only the first or last dimension can be in lanes.
         last: Number of trailing dimensions that another form of the value joins into
-            one, like groups of channels.
-        least_samples: If above 0, it is in memory only with so many samples on a device
-            or more, fewer than ``FEW_SAMPLES``, and an extent of ``LARGE_EXTENT`` or
-            more.
+            one, such as groups of channels.
+        least_samples: If above 0, the tensors are in memory only with at least this
+            many and fewer than ``FEW_SAMPLES`` samples on a device, and with an extent
+            of at least ``LARGE_EXTENT``.
     """
 
     layout: Layout
@@ -123,12 +125,12 @@ class SavedTensorGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """Tensors that a forward and backward pass holds, equal ones grouped.
+    """Tensors that memory holds during both passes; equal ones are one group.
 
     Attributes:
         saved: Tensors that the forward pass saves for the backward pass.
-        rebuilt: Tensors inside each different checkpointed region that its
-            recomputation saves; one region is live at a time.
+        rebuilt: Tensors that the recomputation of each distinct checkpointed region
+            saves. One region is live at a time.
         largest: Largest temporaries of single operations.
     """
 
@@ -144,13 +146,13 @@ def residents(
     *,
     copies_kernels: bool,
 ) -> Residents:
-    """Finds the tensors that the backward pass needs.
+    """Returns the tensors that the backward pass needs.
 
     Args:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
         weight: Whether each tensor depends on parameters alone.
-        copies_kernels: See ``meshes.CompilerProfile``.
+        copies_kernels: Attribute of ``meshes.CompilerProfile``.
     """
     finder = _MaterializedTensors(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
@@ -205,7 +207,7 @@ class _MaterializedTensors:
         for op in graph.ops:
             for t in op.operands:
                 self.kernels.setdefault(t, set()).add(op.kernel)
-        # Operands of products and lookups are always materialised.
+        # Operands of products and lookups are always in memory.
         self.exists = {
             t
             for op in graph.ops
@@ -233,7 +235,7 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or the value."""
+        """Returns the tensors from which fusions recompute a value, or itself."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
@@ -276,13 +278,13 @@ def fold_kept(
     entries: Mapping[int, tuple[int, int]],
     made: Mapping[int, str] | None = None,
 ) -> tuple[SavedTensorGroup, ...]:
-    """Groups equal tensors that memory must hold.
+    """Returns tensors that memory must hold, with equal ones as one group.
 
     Args:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
-        entries: Number of tensors and TaskGraph that sets their sharding, by tensor id.
-        made: Value of ``SavedTensorGroup.made`` for some tensors.
+        entries: (Number of tensors, TaskGraph that sets the sharding) by tensor id.
+        made: Attribute ``SavedTensorGroup.made`` of some tensors; default: none.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
     cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
@@ -318,7 +320,7 @@ def _largest(
 def kept_bytes(
     kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
-    """Returns the bytes of each entry per device and micro-batch, times its count."""
+    """Returns the bytes of each group per device and micro-batch."""
     result = []
     known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:
@@ -357,7 +359,7 @@ def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> A
 
 
 def _padding(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """Returns a tensor's growth if its least-padded dimension is padded to lanes."""
+    """Returns a tensor's growth if its least padded dimension is padded to lanes."""
     lanes = s.cluster.compiler.lanes
     sizes = _local_sizes(entry, cut, s)
     if entry.ends:
@@ -371,15 +373,15 @@ class FewSamples:
 
     Args:
         graph: Captured loss.
-        lanes: Lanes of the compiler; without lanes there are no such buffers.
+        lanes: Number of lanes of the compiler; with 0 there are no such buffers.
         is_value: Function that returns whether a tensor is computed from data.
-        entry: Function from a tensor to its entry.
+        entry: Function from a tensor to its ``TensorEntry``.
 
     Attributes:
         kept: Saved values by operation. A convolution's operand is saved in two forms.
             A normalisation by statistics of samples saves the mean, the factor and the
-            other operand, each as large as its result.
-        convolves: Whether the compiler may transform some convolution so.
+            other operand, each as large as the result.
+        convolves: Whether the compiler may move an extent of some convolution.
     """
 
     def __init__(
@@ -414,7 +416,7 @@ class FewSamples:
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
-        """Returns the results of spatial convolutions, and the reductions of them."""
+        """Returns the results of spatial convolutions, and the reductions of these."""
         spatial: set[int] = set()
         statistics: set[int] = set()
         for op in self.graph.ops:
@@ -444,7 +446,7 @@ class FewSamples:
         return own and small.nbytes * SMALL <= large.nbytes
 
     def before(self, end: int, region: int | None = None) -> Counter[TensorEntry]:
-        """Returns the saved values of a region's operations before another one."""
+        """Returns the saved values of a region's operations before ``end``."""
         result: Counter[TensorEntry] = Counter()
         for i, entries in self.kept.items():
             if i < end and self.graph.ops[i].remat == region:
@@ -454,8 +456,8 @@ class FewSamples:
     def working(self, number: int) -> Counter[TensorEntry]:
         """Returns the temporaries of an operation's backward pass.
 
-        These are the gradients on both sides of a normalisation; and a convolution's
-        result in two forms, in float32.
+        They are the gradients on both sides of a normalisation, and a convolution's
+        float32 result in two forms.
         """
         op = self.graph.ops[number]
         if not self.convolves:

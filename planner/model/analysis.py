@@ -1,11 +1,13 @@
-"""A captured model with its logical dimensions, and TaskGraphs of its experts.
+"""A captured model with its logical dimensions, and a TaskGraph for its experts.
 
-A mixture of experts multiplies a batch of tokens by a batch of weights. Between its
-first and its last such product, work is divided over experts; before and after, over
-tokens. One table for the whole model cannot express both. So unmarked operations
-between the two become a TaskGraph of their own, with an all-to-all on either side.
+A mixture of experts multiplies a batch of tokens by a batch of weights. From the first
+to the last such product, work is divided over experts; before and after, it is divided
+over tokens. One table for the whole model cannot express both. So the unmarked
+operations between these products become a TaskGraph of their own, with an all-to-all on
+either side.
 
-``last_tokens_cut`` finds slices that drop a loss's last tokens; capture postpones them.
+``last_tokens_cut`` finds slices that drop the last tokens of a loss. Capture postpones
+them.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from whalejax.planner.model.reshape_factors import slots_of
 
 
 EXPERTS = "experts"
-"""Name of the TaskGraph of experts without a mark."""
+"""Name of the TaskGraph of experts that have no mark."""
 
 
 def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Returns the roles that are a batch dimension of a product of values with weights.
+    """Returns the batch dimensions of products of values with weights.
 
     Args:
         graph: The captured loss.
@@ -47,14 +49,14 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
-    """Moves unmarked expert products to a separate TaskGraph.
+    """Returns the graph with unmarked expert products in a TaskGraph of their own.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
 
     Returns:
-        New graph; the given one if there are no experts outside marks.
+        The graph; the given one if no experts are outside marks.
     """
     experts = expert_roles(graph, dims)
     if not experts:
@@ -81,7 +83,7 @@ def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) ->
     """Records an error for each name that no TaskGraph has.
 
     Args:
-        given: Names; ``"*"`` stands for all others.
+        given: Names of TaskGraphs; ``"*"`` stands for all others.
         graph: The captured loss.
         problems: Collector of the errors.
     """
@@ -125,7 +127,7 @@ def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
         weight: For every tensor, whether it depends on parameters alone.
 
     Returns:
-        Tensor id to TaskGraph index, for parameters and values made only of them.
+        TaskGraph index by tensor id, for parameters and values made only of them.
     """
     homes: dict[int, int] = {}
     for op in reversed(graph.ops):
@@ -143,27 +145,28 @@ def _roles(dims: Dimensions, tensor: int) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """A graph with its logical dimensions; experts are separate TaskGraphs."""
+    """Graph with its logical dimensions; experts are a TaskGraph of their own."""
 
     graph: Graph
     dims: Dimensions
 
 
 def analyse_graph(graph: Graph) -> GraphAnalysis:
-    """Finds logical dimensions, and TaskGraphs without marks.
+    """Returns a graph with its logical dimensions, and with a TaskGraph of experts.
 
-    Lowering repeats this on its own trace, so it must depend on the graph alone.
+    The lowering repeats this for its own trace, so the result depends on the graph
+    alone.
     """
     dims = analyse(graph)
     return GraphAnalysis(graph=with_expert_regions(graph, dims), dims=dims)
 
 
 MOST_CUT = 1 / 4
-"""Largest fraction of a sequence that a slice may drop and still be postponed."""
+"""Largest fraction of a sequence that a slice may drop if it is to be postponed."""
 
 
 def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
-    """Returns the positions of slices that drop a few tokens of a sequence.
+    """Returns the positions of slices that drop a few last tokens of a sequence.
 
     Args:
         graph: The captured loss.
@@ -191,8 +194,8 @@ def _cuts(op: Op) -> bool:
 
 
 def gathered_bytes(graph: Graph) -> int:
-    """Returns the bytes of differentiable values that operations need unsharded along
-    the sequence.
+    """Returns the bytes of values with gradients that are needed with the full
+    sequence.
 
     Args:
         graph: The captured loss.

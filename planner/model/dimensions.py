@@ -1,14 +1,14 @@
-"""Logical dimensions as data: which dimensions of all tensors are one and the same.
+"""Logical dimensions as data: which dimensions of different tensors are the same.
 
-The analysis gives a separate class for the heads of each layer; a plan needs one name
-for all of them. So classes at the same places of equal layers are merged into one role:
-mostly those of the same weights, once ``*`` replaces the layer numbers in their paths.
+The analysis puts the heads of each layer into a class of their own, but a plan needs
+one name for all heads. So classes at the same positions of equal layers become one
+role. Most of these are dimensions of the same weights, with ``*`` instead of the layer
+number in the path.
 
-A strided convolution or a pooling makes a spatial dimension shorter, and a transposed
-convolution longer. For devices that shard space it stays the same dimension: each has
-the same fraction of it before and after. ``spatial`` unites such dimensions of
-different sizes through the windows of operations; the dimension analysis unites only
-dimensions of equal size.
+A strided convolution or a pooling shortens a spatial dimension; a transposed
+convolution lengthens it. Devices that shard space have the same fraction of the
+dimension before and after, so ``spatial`` makes one dimension of both sizes, by the
+windows of operations. The dimension analysis joins only dimensions of equal size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMEDIES = {
         ("concatenate", "slice", "dynamic_slice", "gather", "rev"), _BEFORE
     ),
 }
-"""Remedies for operations that need a spatial dimension unsharded, by kind."""
+"""Remedies by kind for operations that need a spatial dimension unsharded."""
 
 _SINGLE = (
     "makes a single element of it, or slides along one, of which devices can have no "
@@ -49,7 +49,7 @@ _REGROUPED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spatial:
-    """A spatial dimension of several classes.
+    """Spatial dimension that has several classes.
 
     Attributes:
         number: Number of the spatial dimension.
@@ -62,10 +62,10 @@ class Spatial:
     unshared: str
 
     def role(self, role: Any, sizes: Sequence[int]) -> Any:
-        """Returns a role with the facts of this dimension.
+        """Returns a role with the attributes of this dimension.
 
         Args:
-            role: Role without these facts.
+            role: Role without these attributes.
             sizes: Sizes of the classes.
         """
         return replace(
@@ -80,16 +80,17 @@ class Spatial:
 def spatial(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
 ) -> tuple[dict[int, Spatial], dict[int, str]]:
-    """Finds the classes that are spatial dimensions.
+    """Finds the classes of spatial dimensions.
 
     Args:
         atoms: Atoms of the graph.
-        classes: Union-find of atoms by class.
+        classes: Union-find that joins the atoms of a class.
         holds: Tensors that contain each class, by the class's representative.
 
     Returns:
-        The spatial dimension of each such class, by its representative; for other
-        classes along which convolutions slide, the reason why they cannot be sharded.
+        Two mappings by representatives of classes: their spatial dimension, and, for
+        other classes along which convolutions slide, the reason why they cannot be
+        sharded.
     """
     windowed = [op for op in atoms.graph.ops if op.windows]
     if not windowed:
@@ -101,7 +102,7 @@ def spatial(
 
 
 class _Chains:
-    """Classes that windows tie together, and reasons against sharding them."""
+    """Classes that windows join, and reasons why they cannot be sharded."""
 
     def __init__(self, atoms: Atoms, classes: Union) -> None:
         self.atoms = atoms
@@ -139,7 +140,7 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Finds chains with a convolution, which names the axis; see ``spatial``."""
+        """Returns ``spatial`` of chains with a convolution, which names the axis."""
         self._add_unshardable()
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):
@@ -194,23 +195,24 @@ def _words(op: Op) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A logical dimension of the model, merged over equal layers.
+    """Logical dimension of the model, the same in equal layers.
 
     Attributes:
         index: Index in ``Dimensions.roles``.
-        name: Flax logical name if there is one, ``"batch"``, or the first leaf that has
-            the dimension, as in ``"blocks.*.mlp.up.kernel[1]"``.
+        name: Flax logical name, ``"batch"``, or the first leaf with the dimension, such
+            as ``"blocks.*.mlp.up.kernel[1]"``.
         size: Unsharded length.
-        aliases: Every name by which a user may refer to it.
-        unshardable: Reason why it must stay unsharded, or empty.
-        is_batch: Whether it is the batch dimension.
-        of_weights: Whether some parameter has it.
-        copies: Number of merged classes.
-        space: Mesh axis that may shard it although windows slide along it: one of
-            ``SPACES``, or empty.
-        common: Common divisor of its sizes at all resolutions of the model if windows
-            slide along it; ``size`` is then the largest of them. Else 0.
-        unshared: Reason why no axis of ``SPACES`` can shard it, after the name of the
+        aliases: All names by which a user may refer to the role.
+        unshardable: Reason why the role must stay unsharded, or empty.
+        is_batch: Whether the role is the batch dimension.
+        of_weights: Whether some parameter has the role.
+        copies: Number of classes that became this role.
+        space: Mesh axis of ``SPACES`` that may shard the role although windows slide
+            along it, or empty.
+        common: Common divisor of the role's sizes at all resolutions of the model if
+            windows slide along it, else 0. ``size`` is the largest of the sizes.
+        unshared: Reason why no axis of ``SPACES`` can shard the role, or empty. A
+            message puts the names of axes before it.
             axis, or several joined by "and"; or empty.
     """
 
@@ -228,22 +230,22 @@ class Role:
 
     @property
     def divisible(self) -> int:
-        """Number that a device count must divide to shard the role everywhere."""
+        """Number that a shard count must divide to shard the role everywhere."""
         return self.common or self.size
 
 
 def fold(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
 ) -> tuple[dict[int, int], tuple[Role, ...]]:
-    """Merges classes into roles.
+    """Returns the roles of classes; equal classes of equal layers become one role.
 
     Args:
         atoms: Atoms of the graph.
-        classes: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors with it.
+        classes: Union-find that joins the atoms of a class.
+        holds: Tensors that contain each class, by the class's representative.
 
     Returns:
-        Index of the role of each class, by the class's representative; and the roles.
+        Index of each class's role, by the class's representative; and the roles.
     """
     facts = _Facts(atoms, classes)
     space, unshared = spatial(atoms, classes, holds)
@@ -276,9 +278,9 @@ def fold(
 def _separate_coexisting_roots(
     roots: list[int], holds: Sequence[set[int]]
 ) -> list[list[int]]:
-    """Splits classes that look equal if two of them are in one tensor.
+    """Separates classes that look equal, if two of them are in one tensor.
 
-    Consecutive square layers give such classes; they alternate between two roles.
+    Consecutive square layers have such classes, which alternate between two roles.
     """
     parts: list[tuple[list[int], set[int]]] = []
     for root in roots:
@@ -322,7 +324,7 @@ class _Facts:
                 for slot, dim in factor.members:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
                         root = root_at[atom]
-                        if root not in known:  # Only its uses identify it.
+                        if root not in known:  # Only the uses of the class identify it.
                             self.uses[root].add((op.kind, slot, dim, k))
                         if whole:
                             self.blocked.setdefault(root, _blame(op, factor))
@@ -351,7 +353,7 @@ class _Facts:
         return [self.size[root] for root in roots]
 
     def signature(self, root: int) -> object:
-        """Returns a key that is equal for the same classes of equal layers."""
+        """Returns a key that the same classes of equal layers share."""
         if root in self.batch:
             return ("batch", self.size[root], frozenset(self.inputs[root]))
         if self.weights[root]:
@@ -392,7 +394,7 @@ class _Facts:
     def _leaf_names(
         self, roots: list[int], found: Mapping[int, dict[str, int]]
     ) -> list[str]:
-        """Returns a role's leaves, largest first; starred if several are merged."""
+        """Returns a role's leaves, largest first; ``*`` if it has several classes."""
         sizes: dict[str, int] = {}
         paths: dict[str, set[str]] = defaultdict(set)
         for root in roots:
@@ -407,7 +409,7 @@ class _Facts:
 
 
 def _blame(op: Op, factor: Factor) -> str:
-    # A scope has a mark's arguments in brackets; users write parentheses.
+    # Scopes write a mark's arguments in brackets, users in parentheses.
     scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
     place = f" at {scope}" if scope else ""
     if op.unknown:
@@ -422,14 +424,15 @@ def _blame(op: Op, factor: Factor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedTie:
-    """A refused tie: an operation sees its operand ``slot`` in another layout.
+    """Refused tie: an operation needs another layout of its operand or result.
 
     Attributes:
-        op: Index into ``Graph.ops``.
-        slot: Operand or result of the operation.
+        op: Index in ``Graph.ops``.
+        slot: Index among the operands and results of the operation.
         dim: Dimension of that tensor.
-        nbytes: Size of the tensor, unsharded.
-        other_nbytes: Fewest bytes that would have to change layout there instead.
+        nbytes: Bytes of the unsharded tensor.
+        other_nbytes: Bytes that would change layout instead if another tie were
+            refused.
     """
 
     op: int
@@ -440,7 +443,7 @@ class RefusedTie:
 
 
 Layout = tuple[tuple[int, ...], ...]
-"""Roles of each dimension of a tensor, major atom first."""
+"""Roles in each dimension of a tensor, major role first."""
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -450,12 +453,12 @@ def roles_of(layout: Layout) -> frozenset[int]:
 
 
 def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
-    """Returns the roles of an operation.
+    """Returns the roles of an operation's operands and results.
 
     Args:
         index: Index of the operation in its graph.
         op: The operation.
-        dims: The graph's dimensions.
+        dims: Logical dimensions of the graph.
     """
     slots = op.operands + op.results
     layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
@@ -464,16 +467,16 @@ def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Result of ``analyse``.
+    """Logical dimensions of a graph, and the layouts of its tensors.
 
     Attributes:
         roles: Logical dimensions.
-        layouts: For every tensor, the roles of its dimensions.
-        sizes: For every tensor, the sizes of the atoms, in the order of ``layouts``.
-        seen: For an (op, slot) that a cut changed, the layout that the operation needs;
-            other operations see ``layouts``.
+        layouts: Roles in each dimension, by tensor.
+        sizes: Sizes of these roles in each dimension, by tensor.
+        seen: Layout that an operation needs instead of ``layouts`` because of a refused
+            tie, by (operation, slot).
         cuts: Refused ties.
-        whole: Entries of ``seen`` whose operation needs all of a sequence that others
+        whole: Keys of ``seen`` whose operation needs all of a sequence that others
             shard.
     """
 
@@ -485,7 +488,7 @@ class Dimensions:
     whole: frozenset[tuple[int, int]] = frozenset()
 
     def find(self, name: str) -> Role | None:
-        """Returns the role with a name or alias, or None."""
+        """Returns the role with a given name or alias, or None."""
         for role in self.roles:
             if name == role.name:
                 return role
@@ -493,5 +496,5 @@ class Dimensions:
 
     @property
     def batch(self) -> tuple[Role, ...]:
-        """The batch roles: one, unless no operation ties the batch leaves."""
+        """Roles of the batch: one, unless no operation ties the batch leaves."""
         return tuple(r for r in self.roles if r.is_batch)

@@ -1,10 +1,9 @@
 """The model as plain data: tensors, operations, marks and TaskGraphs.
 
-Capture (``whalejax.capture``) writes these from a traced loss; the planner reads
-nothing else of the model. The module separates JAX from the planner: it has no JAX
-types.
+Capture (``whalejax.capture``) makes these from a traced loss, and the planner reads
+nothing else of the model. They have no JAX types, so the planner does not need JAX.
 
-Every operation is described like an einsum: a *factor* is one index letter with the
+Every operation is described like an einsum. A *factor* is one index letter, with the
 dimensions of operands and results that have it. Sharding, collectives, FLOPs and memory
 all follow from the factors.
 """
@@ -21,23 +20,24 @@ from whalejax.planner.model.windows import Window
 
 
 LOOPS = ("scan", "while", "cond")
-"""Kinds of operations that tie values across a loop or branches and compute nothing."""
+"""Kinds of operations that tie values across loops or branches and compute nothing."""
 
 CONVOLUTION = "conv_general_dilated"
 """Kind of convolutions."""
 
 RAGGED = frozenset(("ragged_dot_general", "ragged_dot"))
-"""Kinds of products of rows that are sorted by group, each with its group's matrix."""
+"""Kinds of products of rows sorted by group with a matrix for each group."""
 
 CHOOSING_WINDOWS = frozenset(("reduce_window_max", "reduce_window_min"))
 """Kinds of poolings whose gradient goes to the chosen element."""
 
 LINEAR_WINDOWS = frozenset(("reduce_window_sum",))
-"""Kinds of poolings whose backward pass reads no forward value."""
+"""Kinds of poolings whose backward pass reads no value of the forward pass."""
 
 ATTENTION = "attention"
 """Kind of complete attention operations: two products and a softmax, computed in
-blocks, and as ring attention if the sequence is sharded."""
+blocks. If the sequence is sharded, they run as ring attention.
+"""
 
 LOOKUPS = frozenset(("gather", "dynamic_slice"))
 """Operations that read some elements of a table."""
@@ -53,7 +53,7 @@ TRANSCENDENTAL = frozenset(
         "erf erfc erf_inv pow lgamma digamma"
     ).split()
 )
-"""Operations that compute an exponential or the like for every element."""
+"""Operations that compute an exponential or the like of every element."""
 
 LINEAR = frozenset(
     (
@@ -61,8 +61,9 @@ LINEAR = frozenset(
         "broadcast_in_dim concatenate pad rev slice gather dropout dispatch"
     ).split()
 )
-"""Operations whose backward pass needs no forward value, except perhaps a mask or
-indices."""
+"""Operations whose backward pass reads no value of the forward pass, except perhaps a
+mask or indices.
+"""
 
 TensorKind = Literal["param", "state", "batch", "rng", "const", "value"]
 MarkKind = Literal["replicate", "split", "stage", "pipeline"]
@@ -74,9 +75,10 @@ class Mark:
     """One annotation by the user around an operation.
 
     Attributes:
-        kind: Name of the primitive, one of four.
-        attributes: Arguments as (name, text) pairs, sorted by name; omitted arguments
-            are absent.
+        kind: Name of the annotation: ``replicate``, ``split``, ``stage`` or
+            ``pipeline``.
+        attributes: (Name, text) pairs of its arguments, sorted by name, without omitted
+            arguments.
     """
 
     kind: MarkKind
@@ -88,7 +90,7 @@ class Mark:
 
     @property
     def devices(self) -> int | None:
-        """Requested number of devices, if any."""
+        """Requested number of devices, or None."""
         text = self.get("devices")
         return None if text is None else int(text)
 
@@ -99,20 +101,21 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A value of the traced program; ``Graph.tensors[id]`` is the tensor ``id``.
+    """Value of the traced program; ``Graph.tensors[id]`` is the tensor ``id``.
 
     Attributes:
         id: Index in ``Graph.tensors``.
-        shape: Unsharded dimensions.
-        dtype: NumPy name of the type, such as ``"float32"``.
+        shape: Unsharded shape.
+        dtype: NumPy name of the dtype, such as ``"float32"``.
         itemsize_bytes: Bytes of one element.
-        kind: Leaf (param, state, batch, rng), constant, or computed value.
+        kind: ``param``, ``state``, ``batch`` or ``rng`` for a leaf, else a constant or
+            a value.
         path: Path of the leaf, such as ``"blocks.0.mlp.up.kernel"``; empty for values.
-        names: Logical name of each dimension from the user (Flax metadata), or None.
-        pinned: Mesh axes that the user's metadata fixes for each dimension, or None.
+        names: Logical name of each dimension in the model's metadata, or None.
+        pinned: Mesh axes that the model's metadata fixes for each dimension, or None.
         called: Names of these mesh axes in the model, in the same order.
-        differentiable: Whether a gradient flows through it: a trained parameter, or an
-            inexact value that depends on one.
+        differentiable: Whether a gradient flows through the tensor: it is a trained
+            parameter, or an inexact value that depends on one.
     """
 
     id: int
@@ -128,7 +131,7 @@ class Tensor:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is a weight that is not trained."""
+        """Whether the tensor is a weight that is not trained."""
         return self.kind == "param" and not self.differentiable
 
     @property
@@ -144,16 +147,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """One index letter of an operation.
+    """Index letter of an operation, as in an einsum.
 
     Attributes:
-        members: (slot, dimension) pairs that share the letter. Slots number the
-            operands first and then the results. All have the same size, above 1.
-        kind: ``linked``: the members are one dimension and may be sharded together (it
-            is contracted if no result has it); ``unshardable``: the operation needs
-            this dimension unsharded on every device; ``halo``: as ``unshardable``,
-            because its windows reach over shard edges, unless a spatial axis shards it
-            (see ``Op.windows``).
+        members: (slot, dimension) pairs that share the letter; all have the same size,
+            above 1. Slots number the operands, then the results.
+        kind: ``linked``, ``unshardable`` or ``halo``. Linked members are one dimension,
+            which may be sharded; it is contracted if no result has it. An unshardable
+            dimension is needed unsharded on every device. So is a halo dimension, as
+            windows reach over shard edges, unless a spatial axis shards it (see
+            ``Op.windows``).
     """
 
     members: tuple[tuple[int, int], ...]
@@ -167,34 +170,34 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """An operation of the forward loss.
+    """Operation of the forward pass of the loss.
 
     Attributes:
         kind: Name of the primitive, such as ``"dot_general"``.
-        position: Position of the equation: indices of equations and of the inner jaxprs
-            between them, outermost first. Lowering finds the equation by it.
+        position: Indices of the equation and of the inner jaxprs around it, outermost
+            first. The lowering finds the equation by its position.
         operands: Tensor ids.
         results: Tensor ids.
-        factors: Index letters. A dimension above size 1 without a factor is free: no
-            tie, no limit on sharding.
-        reshape: Whether the operation only regroups dimensions in row-major order;
-            operand 0 and result 0 have the same elements in the same order.
-        elementwise: Whether the result needs one pass over the operands and fuses.
-        flops: Floating-point operations of one execution, unsharded, forward; only of
-            matrix products and convolutions.
-        matmul: (m, k, n, batch) of the product, unsharded, or None.
+        factors: Index letters. A dimension of size above 1 without a factor has no ties
+            and no limit on sharding.
+        reshape: Whether the operation only regroups dimensions in row-major order, so
+            that operand 0 and result 0 have the same elements in the same order.
+        elementwise: Whether the operation fuses and passes once over its operands.
+        flops: Unsharded FLOPs of one execution of the forward pass, for matrix products
+            and convolutions; else 0.
+        matmul: Unsharded (m, k, n, batch) of the product, or None.
         saves: Slots whose values the backward pass reads.
-        trip: Executions in one forward pass (the product of scan lengths).
-        task_graph: Index into ``Graph.task_graphs``.
-        remat: Id of the innermost checkpointed region around it, or None.
-        kept: Whether that region's policy saves its results for the backward pass.
+        trip: Number of executions in one forward pass, the product of scan lengths.
+        task_graph: Index in ``Graph.task_graphs``.
+        remat: Id of the innermost checkpointed region around the operation, or None.
+        kept: Whether that region's policy saves the results for the backward pass.
         scope: Name stack as text, for reports.
-        unknown: Whether the primitive has no rule: its dimensions stay unsharded.
-        kernel: Id of the fused kernel it is part of, or None. Values inside a kernel
-            stay on chip and are recomputed for the backward pass.
-        share: Fraction of the work that is done; below 1 if a causal mask skips some.
-        chunks: Number of chunks of the tokens; one is in memory at a time.
-        zigzag: Whether the mask is causal: rows are distributed in zig-zag order.
+        unknown: Whether the primitive has no rule, so that dimensions stay unsharded.
+        kernel: Id of the operation's fused kernel, or None. Values inside a kernel stay
+            on chip and are recomputed for the backward pass.
+        share: Fraction of the work that is done, below 1 if a causal mask skips some.
+        chunks: Number of chunks of the tokens, of which one is in memory at a time.
+        zigzag: Whether rows are in zig-zag order, as the mask is causal.
         windows: Windows along spatial dimensions of operand 0 and result 0.
     """
 
@@ -224,17 +227,14 @@ class Op:
     def regathers(self) -> bool:
         """Whether sharded weights are gathered again for the backward pass.
 
-        Products have large weights, which the backward pass reads. Other operations (a
-        norm's scale) keep their weights gathered.
+        They are for products, whose weights are large and read in the backward pass.
+        Other operations, such as a norm with its scale, keep their weights gathered.
         """
         return self.matmul is not None
 
     @property
     def column(self) -> int:
-        """Sequence dimension of an attention's keys.
-
-        Only the values share its factor.
-        """
+        """Sequence dimension of an attention's keys, whose factor only values share."""
         return next(
             dict(factor.members)[1]
             for factor in self.factors
@@ -243,11 +243,11 @@ class Op:
 
 
 def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
-    """Returns whether an operation has results that depend only on parameters.
+    """Returns whether an operation has results that depend on parameters alone.
 
     Args:
         op: The operation.
-        weight: For every tensor, whether it depends on parameters alone.
+        weight: Whether each tensor depends on parameters alone.
     """
     weights = op.results
     return bool(weights) and weight[weights[0]] and all(weight[t] for t in weights)
@@ -255,18 +255,18 @@ def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """Region of the forward loss with one strategy.
+    """Region of the loss with one strategy.
 
     Regions with the same marks at the same position of a repeated block are one
-    TaskGraph; ``Op.task_graph`` assigns operations to it.
+    TaskGraph. ``Op.task_graph`` assigns operations to TaskGraphs.
 
     Attributes:
-        index: Index in ``Graph.task_graphs``; 0 is for operations without a mark.
-        marks: Marks around it, outermost first; empty without marks.
+        index: Index in ``Graph.task_graphs``; 0 has the operations without a mark.
+        marks: Marks around the region, outermost first; empty without marks.
         name: Unique short name, such as ``"split"`` or ``"split.2"``.
         scope: Name stack of the region in the model, for reports.
-        repeats: Number of separate places of the program that it covers.
-        path: Indices of the enclosing mark instances, outermost first; two TaskGraphs
+        repeats: Number of separate parts of the program that belong to the region.
+        path: Indices of the enclosing marks' instances, outermost first. TaskGraphs
             inside one ``pipeline`` share a prefix.
     """
 
@@ -279,7 +279,7 @@ class TaskGraph:
 
     @property
     def strategy(self) -> Mark | None:
-        """The innermost ``replicate`` or ``split`` mark, or None."""
+        """Innermost ``replicate`` or ``split`` mark, or None."""
         for mark in reversed(self.marks):
             if mark.kind in ("replicate", "split"):
                 return mark
@@ -288,16 +288,17 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResidual:
-    """A value that every iteration of a loop saves for the backward pass.
+    """Value that every iteration of a loop saves for the backward pass.
 
-    The loop's own differentiation chooses these values, and compilers keep them.
+    The differentiation of the loop chooses these values, and compilers keep them.
 
     Attributes:
         tensor: Id of a tensor of the loop's body with the same dimensions.
-        nbytes: Bytes of one iteration's value, unsharded.
+        nbytes: Unsharded bytes of one iteration's value.
         trip: Number of iterations.
-        multiplied: Whether it is float32 and only products read it.
-        gathered: Whether only products read it, so that it is saved as they read it.
+        multiplied: Whether the value is float32 and only products read it.
+        gathered: Whether only products read the value, so that it is saved in their
+            form.
     """
 
     tensor: int
@@ -308,12 +309,12 @@ class LoopResidual:
 
 
 class LoopResiduals(Sequence[LoopResidual]):
-    """Residuals of a program's loops, computed when they are first read.
+    """Residuals of a program's loops, computed when first read.
 
-    They take a derivative of each loop, and many programs of a search need none.
+    They take a derivative of each loop, and many programs of a search do not need them.
 
     Args:
-        compute: Function that returns them.
+        compute: Function that returns the residuals.
     """
 
     def __init__(self, compute: Callable[[], tuple[LoopResidual, ...]]) -> None:
@@ -341,19 +342,20 @@ class Graph:
 
     Attributes:
         tensors: Tensors; a tensor's id is its index.
-        ops: Operations in program order, calls inlined, scan bodies once.
-        task_graphs: Regions; index 0 is for operations without a mark.
+        ops: Operations in program order, with calls inlined and scan bodies once.
+        task_graphs: TaskGraphs; index 0 has the operations without a mark.
         loss: Id of the scalar loss (its total, if the user gave a weight).
         batch_size: Traced size of the batch dimension.
         batch_dims: (tensor id, dimension) of the batch dimension of each batch leaf.
-        num_micro_batches: Number of parts of the global batch before tracing.
+        num_micro_batches: Number of micro-batches into which the global batch was
+            divided before tracing.
         weighted: Whether the user divides by a weight of their own (``WeightedLoss``).
-        model_hash: Short hash of leaf paths, shapes and dtypes, batch and marks; after
-            a dash that of the operations.
+        model_hash: Short hash of leaf paths, shapes, dtypes, batch and marks, then a
+            dash and a hash of the operations.
         unknown_primitives: Distinct names of primitives without a rule.
-        undeclared_marks: Text of marks that were entered but cover no operation.
-        whole: Ids of the loss's other results (statistics, metrics); every device has
-            them unsharded.
+        undeclared_marks: Texts of marks that cover no operation.
+        whole: Ids of the loss's other results, such as statistics and metrics, which
+            every device has unsharded.
         stacked: Values that loops save for the backward pass.
     """
 
@@ -373,9 +375,9 @@ class Graph:
 
     @property
     def params(self) -> tuple[Tensor, ...]:
-        """The weights: trained ones in the order of their tree, then the others.
+        """Weights: trained ones in the order of their tree, then the others.
 
-        A non-trainable weight is read like the others, but has no gradient.
+        The others are read too, but have no gradient.
         """
         return tuple(t for t in self.tensors if t.kind == "param")
 
@@ -383,8 +385,8 @@ class Graph:
         """Returns the trained weights on which the loss does not depend.
 
         Args:
-            gradient: Whether to return also weights without a gradient, which are read
-                only behind a ``stop_gradient``.
+            gradient: Whether weights count that are read only behind a
+                ``stop_gradient``, so that they have no gradient; default: False.
         """
         results = {self.loss, *(self.whole if self.weighted else ())}
         read = self._read_by(results, gradient=gradient)
@@ -397,10 +399,10 @@ class Graph:
         return tuple(t for t in state if t.id in self.whole and t.id not in read)
 
     def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
-        """Returns the tensors on which results depend, and the results.
+        """Returns the given tensors, and all tensors on which they depend.
 
         A loop counts as reading all values that its body carries. With ``gradient``,
-        only values through which a gradient flows are followed.
+        dependence is followed only where a gradient flows.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
@@ -439,8 +441,8 @@ class Graph:
     def runs_again(self) -> tuple[bool, ...]:
         """Returns whether the backward pass recomputes each operation.
 
-        In a remat region, it recomputes the values that it reads, and their operands;
-        the results of a region are already known.
+        In a remat region it recomputes the values that it reads, and their operands,
+        but not the results of the region, which are saved.
         """
         needed: set[tuple[int | None, int]] = set()
         result = [False] * len(self.ops)
@@ -488,13 +490,14 @@ class Graph:
         return tuple(f and r for f, r in zip(only_multiplied, read, strict=True))
 
     def turned(self) -> dict[int, int]:
-        """Returns the operand transposed for the gradient of each product's weight.
+        """Returns the operand that each product transposes for its weight's gradient.
 
-        The rows of that gradient are the weight's first dimension. Both its operands
-        are contracted along their first dimension; the one with the rows is transposed.
+        The rows of that gradient are the first dimension of the weight. Both operands
+        of the gradient are contracted along their first dimension, and the one with the
+        rows is transposed.
 
         Returns:
-            Slot that is transposed, by operation index; the slot of a result means its
+            Slot of the operand by operation index; a result's slot stands for its
             cotangent.
         """
         source = {t.id: t.id for t in self.params if t.differentiable}
@@ -517,7 +520,7 @@ class Graph:
         return result
 
     def weight_tensors(self) -> tuple[bool, ...]:
-        """Returns whether each tensor depends only on parameters."""
+        """Returns whether each tensor depends on parameters alone."""
         weight = [t.kind == "param" for t in self.tensors]
         for op in self.ops:
             given = op.operands
@@ -528,12 +531,11 @@ class Graph:
 
 
 def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
-    """Returns the number of consecutive executions of each operation that read the same
-    weights.
+    """Returns how many consecutive executions of each operation read the same weights.
 
     Args:
         graph: The captured loss.
-        weight: For every tensor, whether it depends on parameters alone.
+        weight: Whether each tensor depends on parameters alone.
     """
     if all(op.trip == 1 for op in graph.ops):
         return (1,) * len(graph.ops)
@@ -550,7 +552,7 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _slice_count(graph: Graph, op: Op) -> int:
-    """Returns the number of slices that an operation reads in turn; 1 without any."""
+    """Returns the number of slices that an operation reads in turn, or 1."""
     if not op.operands:
         return 1
     before, after = (graph.tensors[t].shape for t in (op.operands[0], op.results[0]))

@@ -1,8 +1,7 @@
 """Builds graphs of programs by hand, without tracing.
 
 ``GraphBuilder`` takes operations in einsum notation and manages tensor ids and factors.
-It serves models of which only sizes are known, such as those in a table of published
-runs, and the planner's own tests.
+It serves models of which only sizes are known, such as published runs, and tests.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from whalejax.planner.model.graph import (
 
 
 class GraphBuilder:
-    """Collects tensors and operations, all of one dtype unless ``cast`` changes it.
+    """Builder of a graph; tensors have one dtype unless ``cast`` changes it.
 
     Attributes:
-        here: Index of the TaskGraph of new operations.
-        trip: Number of executions of new operations, as in the layers of a scan.
-        remat: Id of the checkpointed region of new operations, or None.
+        here: Index of the TaskGraph of the next operations.
+        trip: Number of executions of the next operations, as in the layers of a scan.
+        remat: Id of the checkpointed region of the next operations, or None.
         kernels: Number of fused kernels.
     """
 
@@ -80,21 +79,22 @@ class GraphBuilder:
         return self.tensors[tensor].shape
 
     def mark(self, mark: Mark, name: str) -> None:
-        """Adds a TaskGraph with a mark; later operations join it."""
+        """Adds a TaskGraph with a mark, which the next operations belong to."""
         self.here = len(self.task_graphs)
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 
     def region(self, name: str) -> None:
-        """Adds a TaskGraph without a mark; operations join if ``here`` is its index."""
+        """Adds a TaskGraph without a mark, for operations if ``here`` is its index."""
         self.task_graphs.append(TaskGraph(index=len(self.task_graphs), name=name))
 
     @contextlib.contextmanager
     def kernel(self, *, fused: bool = True, share: float = 1.0) -> Iterator[None]:
-        """Fuses operations into one kernel, such as those of flash attention.
+        """Puts the operations of the body into one kernel, as of flash attention.
 
         Args:
-            fused: Whether the operations form a kernel; otherwise they stay separate.
-            share: Fraction of their work that is done.
+            fused: Whether the operations form a kernel; if not, they stay separate.
+                Default: True.
+            share: Fraction of their work that is done; default: 1.
         """
         before = self._kernel, self._share
         if fused:
@@ -106,9 +106,7 @@ class GraphBuilder:
             self._kernel, self._share = before
 
     def part(self, operand: int, dim: int, size: int | None = None) -> int:
-        """Adds a slice along one dimension; without ``size`` the dimension
-        disappears.
-        """
+        """Adds a slice along a dimension, which disappears without ``size``."""
         shape = self.shape(operand)
         kept = [d for d in range(len(shape)) if d != dim]
         out = list(shape)
@@ -134,7 +132,7 @@ class GraphBuilder:
     def dispatch(self, operand: int, *shape: int) -> int:
         """Adds a dispatch of tokens, as by a router.
 
-        Factors connect only the first and the last dimensions.
+        Factors tie only the first and the last dimensions.
         """
         last = len(self.shape(operand)) - 1
         factors = (
@@ -236,17 +234,17 @@ class GraphBuilder:
         return self._op(kind, operands, shape, tuple(factors), elementwise=True)
 
     def keeps(self, *slots: int) -> None:
-        """Sets which slots of the latest operation the backward pass reads."""
+        """Sets the slots of the latest operation that the backward pass reads."""
         self.ops[-1] = replace(self.ops[-1], saves=slots)
 
     def unary(self, kind: str, operand: int) -> int:
-        """Adds an elementwise operation of one operand; its result is saved."""
+        """Adds an elementwise operation of one operand, whose result is saved."""
         result = self.add(operand, kind=kind)
         self.ops[-1] = replace(self.ops[-1], saves=(1,))
         return result
 
     def cast(self, operand: int, dtype: str, itemsize_bytes: int) -> int:
-        """Adds a cast; operations on its result compute in the new type."""
+        """Adds a cast; operations on its result compute in the new dtype."""
         result = self.add(operand, kind="convert_element_type")
         self.tensors[result] = replace(
             self.tensors[result], dtype=dtype, itemsize_bytes=itemsize_bytes
@@ -279,7 +277,7 @@ class GraphBuilder:
         return self._op("gather", (table, indices), shape, tuple(factors))
 
     def graph(self, loss: int) -> Graph:
-        """Returns the program so far, with a scalar as its loss."""
+        """Returns the graph so far, with a scalar tensor as its loss."""
         first, dim = self.batch_dims[0]
         return Graph(
             tensors=tuple(self.tensors),

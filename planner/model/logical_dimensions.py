@@ -1,25 +1,25 @@
-"""Finds the logical dimensions: dimensions of several tensors that are always equal.
+"""Finds logical dimensions: dimensions of several tensors that are always equal.
 
-The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
-different tensors together. The ties through the whole program leave a few *classes*:
-batch, sequence, embed, heads and so on, without declarations. Equal layers give equal
-classes; these are merged into one *role*, and a plan refers to roles.
+The index letters of operations (``planner.model.graph.Factor``) tie dimensions of
+different tensors together. All ties of a program leave a few *classes*, such as batch,
+sequence, embed and heads, without declarations. Equal classes of equal layers become
+one *role*, and a plan refers to roles.
 
-Three rules keep the classes from merging:
+Three rules keep different classes separate:
 
-* a dimension is a list of *atoms*, major first, fine enough that every reshape is the
-  identity on the list of atoms;
-* atoms of one tensor are pairwise different: no tie may put one class twice into a
-  tensor; instead a *cut* stays, where a value changes layout;
-* ties are made in an order: weights first, then elementwise, then products of two
-  activations, each by decreasing bytes, so that a conflict cuts the cheap side. If a
-  product is still cut at its expensive side, the opposite order is evaluated too.
+* A dimension is a list of *atoms*, major first, such that every reshape keeps the list
+of atoms of its operand.
+* Atoms of one tensor have different classes. A tie that would put one class twice into
+a tensor is refused. A *cut* remains, at which a value changes layout.
+* Ties are made in an order: weights, then elementwise operations, then products of two
+activations; each by decreasing bytes. So a conflict cuts the cheaper side. If a product
+is still cut at its expensive side, the opposite order is tried too.
 
-A sequence meets itself in a product of two values, in attention. A ``context`` axis
-shards it or, outside products, sequence parallelism does. Some operations cannot work
-on a part of a sequence: a shift, a running sum, a convolution. They run unsharded, so
-that they do not forbid sharding to all others: their operands are gathered before and
-their results sharded after; cotangents in reverse.
+In attention, a sequence occurs twice in a product of two values. A ``context`` axis
+shards a sequence; outside products, sequence parallelism does too. Shifts, running sums
+and convolutions cannot compute a part of a sequence. Their operands are gathered before
+and their results sharded after, and cotangents in reverse, so that other operations can
+shard the sequence.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 
 
 MOST_PLACES = 4
-"""Most operations that a note names."""
+"""Largest number of operations that a note names."""
 
 
 Place = tuple[int, int, int]
-"""An operation, its operand or result, and a dimension of that."""
+"""(Operation, index of its operand or result, dimension of that tensor)."""
 
 
 def attended(graph: Graph, dims: Dimensions) -> set[int]:
-    """Returns the sequences of attention in blocks, where no scores meet themselves."""
+    """Returns the sequences of blocked attention, which has no tensor of scores."""
     return {
         role
         for op in graph.ops
@@ -64,7 +64,7 @@ def attended(graph: Graph, dims: Dimensions) -> set[int]:
 def meeting_in_values(
     graph: Graph, dims: Dimensions, weight: Sequence[bool]
 ) -> set[int]:
-    """Returns the roles that meet themselves in products of values with values.
+    """Returns the roles that occur twice in a product of two values.
 
     Args:
         graph: The captured loss.
@@ -80,16 +80,16 @@ def meeting_in_values(
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
-    """Gives all of the sequence only to the operations that need it unsharded.
+    """Restricts the need for an unsharded sequence to the operations that have it.
 
     Args:
         graph: The captured loss.
-        dims: Logical dimensions of the loss, where one such operation makes the role
-            unshardable for all.
+        dims: Logical dimensions, in which one such operation makes the role unshardable
+            for all operations.
 
     Returns:
-        Dimensions in which these operations see the sequence unsharded, and its role
-        can be sharded. A role that a loop runs over stays unshardable.
+        Dimensions in which these operations need the sequence unsharded, and others can
+        shard it. A role along which a loop runs stays unshardable.
     """
     if not any(role.unshardable for role in dims.roles):
         return dims
@@ -114,7 +114,7 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 def _needed(
     dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
-    """Yields slots where an operation needs a role unsharded; None if impossible."""
+    """Yields (slot, dimension) where an operation needs a role; None if impossible."""
     slots = slots_of(op)
     for factor in op.factors:
         if not factor.needs_all:
@@ -152,12 +152,12 @@ def _seen_whole(
 def run_whole(
     graph: Graph, dims: Dimensions, sharded: Collection[int]
 ) -> dict[int, list[Op]]:
-    """Returns the operations that run on all of a sharded sequence, by its role.
+    """Returns the operations that run on all of a sharded sequence, by role.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
-        sharded: Roles that some axis shards.
+        sharded: Roles that some mesh axis shards.
     """
     whole: dict[int, dict[int, None]] = defaultdict(dict)
     for index, slot in sorted(dims.whole):
@@ -173,13 +173,12 @@ def _pairs(before: Layout, after: Layout) -> Iterator[tuple[tuple[int, ...], ...
 
 
 def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> list[str]:
-    """Returns the notes on operations that run on all of a sequence that is sharded
-    elsewhere.
+    """Returns notes on operations that need all of a sequence that others shard.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
-        sharded: Roles that some axis shards.
+        sharded: Roles that some mesh axis shards.
     """
     notes = []
     for role, ops in sorted(run_whole(graph, dims, sharded).items()):
@@ -190,22 +189,23 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
         ]
         more = f" and {len(places) - MOST_PLACES} more" * (len(places) > MOST_PLACES)
         notes.append(
-            f"{dims.roles[role].name} ({dims.roles[role].size}) is needed whole by "
-            f"{', '.join(places[:MOST_PLACES])}{more}: what they read of it is "
-            "gathered, and what they give is sharded after"
+            f"{dims.roles[role].name} ({dims.roles[role].size}) is needed unsharded by "
+            f"{', '.join(places[:MOST_PLACES])}{more}: their operands are gathered "
+            "along it, and their results sharded"
         )
     return notes
 
 
 class _Edge(NamedTuple):
-    """A tie between two atoms.
+    """Tie between two atoms.
 
     Attributes:
         order: Sort key; ties are made in increasing order.
-        op, slot, dim, part: Operation, its operand or result, and the dimension and
-            atom there: the place of the cut if the tie is refused.
+        op, slot, dim, part: Operation, index of its operand or result, dimension of
+            that tensor and atom in that dimension. They locate the cut if the tie is
+            refused.
         wanted: Atom that the operation needs there.
-        atom: Atom of the tensor there.
+        atom: Atom that the tensor has there.
     """
 
     order: tuple[int, int, int, int]
@@ -218,12 +218,12 @@ class _Edge(NamedTuple):
 
 
 class _Classes:
-    """Atoms tied into classes; those of one tensor stay distinct.
+    """Classes of tied atoms; atoms of one tensor stay in different classes.
 
     Attributes:
-        union: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors with it.
-        refused: Ties that would have put one class twice into a tensor.
+        union: Union-find that joins the atoms of a class.
+        holds: Tensors that contain each class, by the class's representative.
+        refused: Ties that would put one class twice into a tensor.
         turned: Whether products of two activations were tied in the opposite order.
     """
 
@@ -310,7 +310,7 @@ def _anchor(
 def _operand_layouts(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
-    """Returns layouts that differ from their tensors', and the cuts."""
+    """Returns layouts that operations need instead of tensors', and the cuts."""
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
@@ -336,13 +336,12 @@ def _operand_layouts(
             )
     for key in [*seen]:
         _settle(graph, key, layouts, seen, cuts)
-    for key in [*seen]:  # The replaced cuts may be in conflict too.
+    for key in [*seen]:  # Cuts that replaced others may be in conflict too.
         _settle(graph, key, layouts, seen, cuts, moves=False)
     return seen, tuple(cuts.values())
 
 
 def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
-    """Returns the bytes of the smallest value whose layout can change instead."""
     slots = slots_of(graph.ops[edge.op])
     here = slots[edge.slot]
     role = layouts[here][edge.dim][edge.part]
@@ -365,11 +364,11 @@ def _settle(
     *,
     moves: bool = True,
 ) -> None:
-    """Ensures that an operation sees no class in two dimensions of an operand.
+    """Ensures that no class is in two dimensions of an operand.
 
-    A cut may give a dimension the class of another one, for instance if a product with
-    a triangle counts rows. Then either the other dimension is unsharded there, or the
-    tie behind the cut is cut instead: whichever moves less.
+    A cut may give a dimension the class of another one, as in a product with a triangle
+    that counts rows. Then the other dimension is unsharded there, or the tie that was
+    made instead is cut, whichever moves fewer bytes.
     """
     index, slot = key
     op, slots = graph.ops[index], slots_of(graph.ops[index])
@@ -423,23 +422,20 @@ def _replace(
 
 
 def analyse(graph: Graph) -> Dimensions:
-    """Finds the logical dimensions of a captured loss.
+    """Returns the logical dimensions of a captured loss.
 
     Args:
         graph: The captured forward loss.
 
     Returns:
-        Roles, the layout of every tensor in roles, and the cuts. The cost is about
-        linear in the number of operations; results for the last few graphs are cached.
+        Roles, the layout of every tensor in roles, and the cuts. The time is about
+        linear in the number of operations. Results for the last few graphs are cached.
     """
     return _analyse_graph(_IdentityKeyedGraph(graph))
 
 
 class _IdentityKeyedGraph:
-    """A graph that equals all graphs with the same dimensions.
-
-    Programs of one loss that differ only in rematerialisation are equal.
-    """
+    """Graph that equals all graphs with the same dimensions."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -484,11 +480,7 @@ def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Returns the bytes of values that operations need in another layout than their
-    producer's.
-
-    Results count twice: they are partial sums, which are reduced first.
-    """
+    """Returns the bytes that change layout; results, as partial sums, count twice."""
     return sum(
         graph.ops[op].trip
         * graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
@@ -498,7 +490,7 @@ def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
 
 
 def _dear(graph: Graph, dims: Dimensions) -> bool:
-    """Returns whether the cut of some product may move more than a cut elsewhere."""
+    """Returns whether a product's cut may move more bytes than a cut elsewhere."""
     return any(
         graph.ops[cut.op].matmul is not None
         and (

@@ -1,13 +1,12 @@
-"""Softmax and norms of rows, which a compiler fuses into one kernel.
+"""Finds softmax and norms of rows, which a compiler fuses into one kernel.
 
 XLA for GPUs fuses a reduction over a row with the operations that read both its result
-and the row: the row is read once, however many passes the program has. This holds with
-and without remat. JAX 0.10.2 compiles GPTs with 12 and 24 layers for an H100 with one
+and the row. So the row is read once, however many passes the program has, with and
+without remat. JAX 0.10.2 compiles GPTs with 12 and 24 layers for an H100 with one
 softmax kernel forward and one backward in each layer. A gpt-small of 16 samples takes
-68 ms without remat; as separate operations that would be 92 ms.
+68 ms without remat; separate operations would take 92 ms.
 
-This module finds the operations of such kernels; ``meshes.CompilerProfile`` has the
-compilers that make them.
+``meshes.CompilerProfile`` says which compilers make such kernels.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from whalejax.planner.model.reshape_factors import Union
 
 
 _STEPS = 4
-"""Most elementwise operations between a row and its second read."""
+"""Largest number of elementwise operations between a row and its second read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataflow:
-    """Makers and readers of the tensors of a graph.
+    """Producers and readers of the tensors of a graph.
 
     Attributes:
         graph: Graph of the operations.
-        maker: Operation that makes each tensor, or None.
+        maker: Index of the operation that produces each tensor, or None.
         readers: Operations that read each tensor, with the index of the operand.
     """
 
@@ -40,17 +39,18 @@ class Dataflow:
 
 
 def normalization_kernels(flow: Dataflow) -> list[int | None]:
-    """Returns each operation's kernel: its own ``kernel``, or that of a normalization.
+    """Returns each operation's kernel: its ``kernel``, or that of its normalization.
 
-    A normalization is a reduction, the operations that expand its result to the size of
-    the row, and the elementwise operations between the row and these. Normalizations
-    that share operations, as the two reductions of a softmax do, are one kernel.
+    A normalization is a reduction of a row, the operations that expand the result to
+    the size of the row, and the elementwise operations between the row and these.
+    Normalizations that share operations, as the two reductions of a softmax do, are one
+    kernel.
 
     Args:
         flow: Graph of the model's forward pass.
 
     Returns:
-        By operation, a number that the operations of a kernel share, or None.
+        Number of each operation's kernel, or None.
     """
     kernels = _Kernels(flow=flow, group=Union(len(flow.graph.ops)))
     for index, op in enumerate(flow.graph.ops):
@@ -124,9 +124,7 @@ class _Kernels:
         return sources
 
     def _readers_at(self, tensor: int, size: int) -> list[tuple[tuple[int, ...], int]]:
-        """Returns operations that combine a reduction's result with row-sized
-        values.
-        """
+        """Returns operations that combine a reduction's result with values of a row."""
         readers: list[tuple[tuple[int, ...], int]] = []
         latest: list[tuple[int, tuple[int, ...]]] = [(tensor, ())]
         for _ in range(_STEPS + 2):

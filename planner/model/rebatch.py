@@ -1,7 +1,8 @@
-"""A graph for another number of samples, without a new trace.
+"""Makes the graph for another number of samples without a new trace.
 
-The analysis finds the dimensions that belong to the batch; values with one of them grow
-with it. If that is uncertain, the result is None, and the model is traced.
+The analysis finds the dimensions that belong to the batch, and values with such a
+dimension grow with it. If that is uncertain, the result is None, and the model is
+traced.
 """
 
 from __future__ import annotations
@@ -15,31 +16,30 @@ from whalejax.planner.model.logical_dimensions import analyse
 
 
 _MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
-"""Operations whose result may have samples that are tied to no operand."""
+"""Operations whose result may have samples that no operand has."""
 
 _FOLDS = ("argmax", "argmin")
-"""Further operations, besides products and reductions, that combine all samples."""
+"""Operations, besides products and reductions, that combine all samples."""
 
 
 class _UnknownBatchGrowthError(Exception):
-    """Raised if it is unknown which sizes grow with the batch."""
+    """It is unknown which sizes grow with the batch."""
 
 
 def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
-    """Returns the graph of a trace with another batch, apart from its hash.
+    """Returns the graph of a trace with another batch size, except its hash.
 
     Args:
         graph: Graph of a trace.
-        batch_size: Samples of a micro-batch of the new graph.
+        batch_size: Number of samples in a micro-batch of the new graph.
 
     Returns:
-        The graph, or None if it is unknown without a trace: samples are looped over,
-        picked or combined, or another dimension is as long as the batch. Decisions that
-        Python makes by the number of samples while tracing, such as a branch, leave no
-        trace in a graph and are not detected.
+        The graph, or None if only a trace can tell: samples are looped over, picked or
+        combined, or another dimension is as long as the batch. Python code that depends
+        on the number of samples while tracing, such as a branch, is not detected.
     """
     if 1 in (batch_size, graph.batch_size):
-        return None  # Operations do not see dimensions of size 1.
+        return None  # Factors have no dimensions of size 1.
     try:
         return _GraphResizer(graph, batch_size).graph()
     except _UnknownBatchGrowthError:
@@ -72,15 +72,15 @@ class _GraphResizer:
         ]
 
     def _check_told(self, dims: Dimensions) -> None:
-        """Checks that every dimension comes from a leaf, not from a rule of the model.
+        """Checks that every dimension comes from a leaf.
 
-        A capacity, for instance, is computed by the model, perhaps from the batch.
+        The model may compute other dimensions, such as a capacity, from the batch size.
         """
         told: set[int] = set()
         for tensor in self.given.tensors:
             if tensor.kind in ("param", "state", "batch"):
                 told |= roles_of(dims.layouts[tensor.id])
-        # The same values in another layout, as keys next to queries.
+        # These are the same values in another layout, as keys next to queries.
         for (index, slot), layout in dims.seen.items():
             op = self.given.ops[index]
             tensor_id = (*op.operands, *op.results)[slot]
@@ -142,7 +142,7 @@ class _GraphResizer:
     def _check_whole(
         op: Op, slots: list[tuple[bool, ...]], together: list[frozenset[int]]
     ) -> None:
-        """Checks that no operation picks some of the samples, or makes new ones."""
+        """Checks that an operation neither picks some of the samples nor adds any."""
         number = len(op.operands)
         if not _folds(op) and any(max(held) < number for held in together):
             raise _UnknownBatchGrowthError
@@ -157,9 +157,9 @@ class _GraphResizer:
     def _op(self, op: Op) -> Op:
         slots = [self.grows[t] for t in (*op.operands, *op.results)]
         if op.trip > 1 and op.trip % self.before == 0:
-            raise _UnknownBatchGrowthError  # perhaps a loop over samples
+            raise _UnknownBatchGrowthError  # The loop may be over samples.
         if not _made_of(op.trip, self.given_sizes | {op.chunks}):
-            raise _UnknownBatchGrowthError  # only the loss knows the trip count
+            raise _UnknownBatchGrowthError  # Only the loss knows the trip count.
         together: list[frozenset[int]] = []
         for factor in op.factors:
             more = {slots[slot][dim] for slot, dim in factor.members}

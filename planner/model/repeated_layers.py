@@ -4,10 +4,10 @@ Layers are the body of a scan with most of the work, or parameters with equal sh
 whose paths differ in one number.
 
 Scans (nested, or over parts of a stack), loop indices or constant indices select a
-layer of a stack. Values computed from one parameter are followed through the program:
-each of their dimensions is a list of *atoms*, runs of elements of one of the
-parameter's dimensions. A dimension counts layers if single elements of all its atoms
-are selected before an operation combines the value with samples.
+layer of a stack. The analysis follows values that are computed from one parameter. Each
+of their dimensions is a list of *atoms*, which are runs of elements of one dimension of
+the parameter. A dimension counts layers if single elements of all its atoms are
+selected before an operation combines the value with samples.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _COUNTED = frozenset(("dynamic_slice", "gather"))
 """Kinds among ``_PICKS`` that select elements by an index."""
 
 _TURNS = frozenset(("rev", "concatenate", "pad", "roll"))
-"""Kinds that keep a dimension's elements, reordered or among others."""
+"""Kinds that keep a dimension's elements, perhaps reordered or among others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAxes:
-    """Division of a parameter into layers.
+    """Division of a parameter's dimensions into layers and other dimensions.
 
     Attributes:
-        sizes: Dimensions of the parameter; one that counts layers and other elements is
-            split into several.
-        sources: Dimension of the parameter to which each of ``sizes`` belongs.
-        layers: Indices of the dimensions in ``sizes`` that count layers.
+        sizes: Dimensions of the parameter. A dimension that counts layers and also has
+            other elements is divided into several.
+        sources: Dimension of the parameter from which each of ``sizes`` comes.
+        layers: Indices in ``sizes`` of the dimensions that count layers.
     """
 
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class LayerAxes:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of ``sizes``, those that count layers first."""
+        """Indices of ``sizes``; those of dimensions that count layers come first."""
         rest = (i for i in range(len(self.sizes)) if i not in self.layers)
         return (*self.layers, *rest)
 
@@ -94,8 +94,9 @@ class LayerAxes:
         return cut.transpose(*(self.order.index(i) for i in places)).reshape(shape)
 
     def stacked_spec(self, spec: Spec, mesh: Mapping[str, int]) -> Spec:
-        """Returns the layout of ``stacked_shape``; of several layer dimensions, only
-        the outermost is sharded.
+        """Returns the spec of ``stacked_shape``.
+
+        If several dimensions count layers, only the outermost is sharded.
 
         Args:
             spec: Spec of the parameter.
@@ -113,14 +114,13 @@ class LayerAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Atom:
-    """Elements of one dimension of a parameter at stride ``step``; of none if ``dim``
-    is -1.
+    """Elements of one dimension of a parameter at a stride; none if ``dim`` is -1.
 
     Attributes:
         dim: Dimension of the parameter.
         size: Number of elements.
         step: Stride between elements.
-        cut: Whether the value has only some of them, or others in addition.
+        cut: Whether the value has only some of the elements, or has further ones.
     """
 
     dim: int
@@ -134,13 +134,13 @@ _Atoms = tuple[_Atom, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A value computed from one parameter, and perhaps from others.
+    """Value that is computed from a parameter, and perhaps from others.
 
     Attributes:
         param: Tensor of the parameter.
         dims: Atoms of each dimension.
-        taken: Atoms of which the value has a single element.
-        counted: Dimensions of the parameter whose element a loop selects.
+        taken: Atoms from which the value has a single element.
+        counted: Dimensions of the parameter from which a loop selects an element.
     """
 
     param: int
@@ -150,11 +150,11 @@ class _View:
 
     @property
     def reads_elements(self) -> bool:
-        """Whether some elements are those of the parameter, not sums over all."""
+        """Whether some elements are those of the parameter, instead of sums."""
         return any(a.dim >= 0 for atoms in self.dims for a in atoms)
 
     def without(self, dim: int, *, counted: bool) -> _View:
-        """Returns the view with one element of a dimension, which stays with size 1."""
+        """Returns the view with one element of a dimension, which has size 1."""
         atoms = [a for a in self.dims[dim] if a.dim >= 0]
         dims = (*self.dims[:dim], (), *self.dims[dim + 1 :])
         by = {a.dim for a in atoms} if counted else set[int]()
@@ -166,15 +166,15 @@ class _View:
 def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
     """Returns the parameters that stack layers.
 
-    A dimension counts layers if a loop takes its elements in turn, or if all readers of
-    the parameter take one element.
+    A dimension counts layers if a loop reads its elements in turn, or if all readers of
+    the parameter read one element.
 
     Args:
         graph: The captured loss.
 
     Returns:
-        Layers by the parameter's tensor id, or None if it is read in blocks that do not
-        divide it. Parameters without layers are absent.
+        Division by the parameter's tensor id; None if the parameter is read in blocks
+        that are not single layers. Parameters without layers are absent.
     """
     axes: dict[int, LayerAxes | None] = {}
     for param, reads in _ParameterFollower(graph).reads().items():
@@ -208,11 +208,11 @@ def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
 
 
 _Cut = tuple[tuple[int, bool], ...]
-"""Sizes into which a dimension is divided, and which of them count layers."""
+"""(Sizes into which a dimension is divided, which of them count layers)."""
 
 
 def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
-    """Returns the division of a dimension; empty without layers, None if unclear."""
+    """Returns the division of a dimension: empty without layers, None if unclear."""
     took = [view for view in reads if any(a.dim == dim for a in view.taken)]
     looped = any(dim in view.counted for view in took)
     whole = any(view not in took and view.reads_elements for view in reads)
@@ -226,7 +226,7 @@ def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
 
 
 def _division(dim: int, size: int, view: _View) -> _Cut | None:
-    """Returns the division by one read, or None if it reads blocks of a part."""
+    """Returns the division that one read implies; None if it reads blocks of a part."""
     taken = sorted((a for a in view.taken if a.dim == dim), key=lambda a: -a.step)
     left = any(a.dim == dim for atoms in view.dims for a in atoms)
     if any(a.cut for a in taken):
@@ -260,7 +260,7 @@ class _ParameterFollower:
         }
 
     def reads(self) -> dict[int, list[_View]]:
-        """Returns the forms in which operations read parameters with samples."""
+        """Returns the forms in which operations combine each parameter with samples."""
         reads: dict[int, list[_View]] = defaultdict(list)
         for op in self.graph.ops:
             own = [t for t in op.operands if t in self.views]
@@ -321,7 +321,7 @@ def _part(atoms: _Atoms, size: int) -> _Atoms:
 
 
 def _links(op: Op, place: int, slot: int) -> dict[int, int]:
-    """Returns an operand's dimensions that a result shares, with the result's."""
+    """Returns an operand's dimensions that a result has too, with the result's."""
     links = {}
     for factor in op.factors:
         if factor.needs_all and op.kind != "rev":
@@ -339,7 +339,7 @@ def _others(
     after: Sequence[int],
     there: Mapping[int, int],
 ) -> int | None:
-    """Returns a result's dimension with several of an operand's elements, or None."""
+    """Returns a result's dimension with several elements of an operand's, or None."""
     if op.kind == "gather":
         rows = (d for d in range(len(after)) if d not in there.values())
         return next((d for d in rows if after[d] > 1), None)
@@ -348,7 +348,7 @@ def _others(
 
 
 def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ...]:
-    """Returns the atoms of a reshape's result; unknown ones if it cuts across them."""
+    """Returns the atoms of a reshape's result; unknown atoms if it splits them."""
     waiting = [a for atoms in dims for a in atoms]
     result: list[_Atoms] = []
     for size in shape:
@@ -372,7 +372,6 @@ def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ..
 
 
 def _varying(graph: Graph) -> list[bool]:
-    """Returns whether each tensor depends on samples or random numbers."""
     varying = [t.kind in ("batch", "rng") for t in graph.tensors]
     changed = True
     while changed:
@@ -392,27 +391,26 @@ _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
 
 
 def layer_starts(graph: Graph) -> tuple[int, ...]:
-    """Returns the first operation of each layer of an unrolled model, and the end of
-    the last layer.
+    """Returns where the layers of an unrolled model begin, and where the last ends.
 
     Args:
         graph: The captured loss.
 
     Returns:
         For each layer, the index of the first operation that reads its weights; then
-        the index after the last such operation. Empty if no layers were found.
+        the index after the last such operation. Empty if no layers are found.
     """
     layers = _by_use(graph, graph.weight_tensors(), _numbered(graph))
     order = list(layers.values())
     if len(set(order)) < 2 or order != sorted(order):
-        # No layers, or a model that uses its layers more than once.
+        # The model has no layers, or uses them more than once.
         return ()
     first = {layer: index for index, layer in reversed(layers.items())}
     return (*sorted(first.values()), max(layers) + 1)
 
 
 def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
-    """Returns the position of the scan over slices of weights with most work, or None.
+    """Returns the position of the scan over layers with most of the work, or None.
 
     Args:
         graph: The captured loss.
@@ -421,11 +419,10 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
 
 
 def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
-    """Returns the positions of the scans over slices of weights, that with most work
-    first.
+    """Returns the positions of scans over slices of weights, most work first.
 
-    A few layers below a large vocabulary have less than half of the parameters, but are
-    still layers.
+    The layers of a small model with a large vocabulary may have less than half of the
+    parameters. They count too.
 
     Args:
         graph: The captured loss.
@@ -448,7 +445,7 @@ def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def sliced_params(graph: Graph) -> frozenset[int]:
-    """Returns the ids of parameters that loops slice, through casts and the like."""
+    """Returns the ids of parameters that loops slice, also after casts and the like."""
     tensors = graph.tensors
     same = {t.id: t.id for t in graph.params}
     sliced: set[int] = set()
@@ -469,7 +466,6 @@ def sliced_params(graph: Graph) -> frozenset[int]:
 def _by_use(
     graph: Graph, weight: Sequence[bool], numbered: Mapping[int, int]
 ) -> dict[int, int]:
-    """Returns the layers of operations that read their weights, by the first use."""
     of_tensor = dict(numbered)
     reads: dict[int, int] = {}
     for index, op in enumerate(graph.ops):

@@ -1,11 +1,11 @@
-"""Factors dimensions into atoms, so that a reshape keeps the list of atoms.
+"""Divides dimensions into atoms such that a reshape keeps the list of atoms.
 
-A reshape only regroups its dimensions. If each is written as a product of *atoms*,
-major first, then operand and result are the same list of atoms. The first pass of the
-dimension analysis finds the coarsest such atoms. A cut point is the product of a
-dimension's minor atoms; this pass copies cut points over reshapes, and between equal
-dimensions, until nothing changes. If a reshape's two sides have no common atoms, it is
-a *barrier*: its dimensions must be unsharded there.
+A reshape only regroups dimensions. If each dimension is a product of *atoms*, major
+first, operand and result are the same list of atoms. The dimension analysis first finds
+the coarsest such atoms. A cut point is a product of minor atoms of a dimension. Cut
+points are copied over reshapes, and between equal dimensions, until nothing changes. A
+reshape whose sides have no common atoms is a *barrier*, where its dimensions must be
+unsharded.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from whalejax.planner.model.graph import Graph, Op
 
 
 def slots_of(op: Op) -> tuple[int, ...]:
-    """Returns the tensor ids of an operation: operands, then results."""
+    """Returns the tensor ids of an operation's operands, then of its results."""
     return op.operands + op.results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouping:
-    """One group of dimensions of a reshape.
+    """Group of dimensions that a reshape turns into other dimensions.
 
     Attributes:
         op: Index of the reshape.
         operand, result: Tensor ids.
-        ins, outs: Dimensions of the operand and of the result whose sizes have the same
-            product, without size-1 dimensions.
+        ins, outs: Dimensions of operand and result whose sizes have equal products,
+            without dimensions of size 1.
     """
 
     op: int
@@ -56,7 +56,7 @@ class Union:
         return node
 
     def join(self, a: int, b: int) -> int:
-        """Joins two sets; returns the representative."""
+        """Joins two sets, and returns their representative."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[b] = a
@@ -66,7 +66,7 @@ class Union:
 def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the shortest runs of dimensions with equal products, skipping size 1."""
+    """Yields the shortest runs of dimensions with equal products, without size 1."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     i = j = 0
@@ -89,17 +89,17 @@ def groups(
 
 
 class Atoms:
-    """The atoms of every dimension of a graph.
+    """Atoms of every dimension of a graph.
 
-    Dimensions are numbered over all tensors, and so are atoms; an atom is one integer.
+    Dimensions are numbered over all tensors, and so are atoms.
 
     Attributes:
-        graph: Graph that was refined.
+        graph: Graph of the dimensions.
         regroupings: Regroupings of all reshapes.
         barriers: Regroupings whose two sides have no common atoms.
-        sizes: For each dimension, the sizes of its atoms, major first.
-        first: For each dimension, the number of its first atom.
-        owners: For each atom, its tensor.
+        sizes: Sizes of the atoms of each dimension, major first.
+        first: Number of the first atom of each dimension.
+        owners: Tensor of each atom.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -146,7 +146,6 @@ class Atoms:
                     )
 
     def _tie_lengths(self) -> None:
-        """Joins dimensions that factors or reshapes say are equal."""
         for op in self.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
@@ -170,7 +169,7 @@ class Atoms:
             self._points[root] = _chain(points)
 
     def _push(self, regrouping: Regrouping) -> bool:
-        """Copies cut points between both sides; returns whether any was new."""
+        """Copies cut points between both sides; returns whether it added any."""
         sides = [
             [self.dim(tensor, d) for d in reversed(dims)]
             for tensor, dims in (
@@ -219,7 +218,7 @@ class Atoms:
 
 
 def _chain(points: set[int]) -> set[int]:
-    """Returns a chain of points that each divide the next; drops other points."""
+    """Returns a chain of points that each divide the next, without other points."""
     chain: list[int] = []
     for point in sorted(points):
         if not chain or point % chain[-1] == 0:

@@ -1,13 +1,15 @@
-"""Windows that slide over space: the elements that a device needs of its neighbours.
+"""Windows that slide over space, and the elements that a device needs of neighbours.
 
 A convolution or a pooling reads a window of its operand for each element of its result.
-If devices share a spatial dimension in equal parts, windows at the edge of a part reach
-into the next one: that strip is the *halo*. If parts of the operand have ``stride``
-times the elements of parts of the result, the window alone gives the halo's width. Let
-a window span ``span`` elements, move by ``stride`` and begin ``low`` elements before
-the first. Then a part needs ``low`` elements below and ``span - low - stride`` above
-(Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
-Parallelism", IPDPS 2019, section III).
+If devices have equal parts of a spatial dimension, windows at the edge of a part reach
+into the next part. The elements there are the *halo*.
+
+If a part of the operand has ``stride`` times the elements of a part of the result, the
+window alone gives the halo's width. Let a window cover ``span`` elements, move by
+``stride`` and begin ``low`` elements before the first. A part then needs ``low``
+elements below and ``span - low - stride`` above (Dryden et al., "Improving
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS 2019,
+section III).
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ class Window:
     """Window of an operation along one spatial dimension.
 
     Attributes:
-        dim, out: Dimension of operand 0 and of result 0.
-        space: One of ``SPACES`` if the operation (a convolution) names it, or empty.
-        span: Elements from the first to the last that one window reads.
-        stride: Elements of the operand from one window to the next.
-        low: Padding elements before the first element.
-        spread: Elements of the result for one of the operand: above 1 for a transposed
-            convolution, whose windows then do not overlap.
-        refused: Reason why devices cannot share the dimension here, or empty.
+        dim, out: Dimensions of operand 0 and of result 0.
+        space: Name in ``SPACES`` if the operation is a convolution, which knows it,
+            else empty.
+        span: Number of elements from the first to the last that one window reads.
+        stride: Number of elements of the operand from one window to the next.
+        low: Number of padding elements before the first element.
+        spread: Elements of the result per element of the operand. It is above 1 for a
+            transposed convolution, whose windows then do not overlap.
+        refused: Reason why devices cannot shard the dimension here, or empty.
     """
 
     dim: int
@@ -48,8 +51,8 @@ class Window:
         """Returns the most elements that a device receives from below and from above.
 
         Args:
-            size: Elements of the operand along the dimension, over all devices.
-            result: Elements of the result.
+            size: Length of the operand's unsharded dimension.
+            result: Length of the result's unsharded dimension.
             parts: Number of devices.
 
         >>> Window(dim=1, out=1, span=3, low=1).halo(16, 16, 4)
@@ -76,7 +79,8 @@ class Window:
         return max(0, *below), max(0, *above)
 
     def reach(self, size: int, result: int, parts: int) -> tuple[int, int]:
-        """Returns the elements that a device reads beyond its part, with padding.
+        """Returns the elements that a device reads below and above its part, with
+        padding.
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
@@ -91,8 +95,9 @@ class Window:
         return max(below, self.low), max(above, high)
 
     def start(self, size: int, result: int, parts: int, part: Any) -> Any:
-        """Returns the offset of the first element that a device reads, in its part
-        extended by ``reach``.
+        """Returns the offset of the first element that a device reads.
+
+        It counts in the device's part, extended by ``reach``.
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
@@ -103,7 +108,7 @@ class Window:
         return part * step + (before - self.low) if step else before - self.low
 
     def read(self, size: int, result: int, parts: int) -> int:
-        """Returns the operand elements that a device reads for its part of a result."""
+        """Returns how many elements of the operand a device reads for its result."""
         if self.spread > 1:
             return size // parts
         return (result // parts - 1) * self.stride + self.span

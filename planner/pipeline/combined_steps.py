@@ -1,6 +1,6 @@
-"""Time terms of a step of several parts: pipeline stages, or unequal replicas.
+"""Time terms of a step that has several parts: pipeline stages, or unequal replicas.
 
-``StepTime`` predicts each part alone. No other module combines the terms of parts.
+``StepTime`` predicts each part alone. Only this module combines the terms of parts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from whalejax.planner.pipeline.simulate import ScheduleTimeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCost:
-    """Times of one micro-batch, and of the work that runs once per step.
+    """Time of one micro-batch on one part, and of the part's work once per step.
 
     Attributes:
         ahead: Time of the forward pass.
         both: Time of the forward and the backward pass.
         once: Time of the update, allocations and offloads.
         weight_share: Fraction of the backward pass that computes gradients of
-            parameters and can be postponed.
+            parameters, which a schedule can postpone.
     """
 
     ahead: TimeTerms
@@ -36,7 +36,7 @@ class MicroBatchCost:
         return replace(self, ahead=ahead, both=both)
 
     def spared(self, seconds: float) -> MicroBatchCost:
-        """Returns a copy with fewer compute seconds in both passes together."""
+        """Returns a copy with fewer compute seconds, over both passes together."""
         return replace(self, both=self.both.plus(compute_seconds=-seconds))
 
 
@@ -51,12 +51,11 @@ def micro_batch_cost(
     """Returns the costs of one micro-batch of a step.
 
     Args:
-        step: Time of a step of one part.
+        step: Time of a step of one part alone.
         count: Number of micro-batches of the step.
-        forward: Seconds of a forward pass by name of the term, if known exactly.
-        forward_shares: Fraction of the other terms in the forward pass, by name.
-        weight_share: Fraction of the backward pass that can be postponed; see
-            ``MicroBatchCost``.
+        forward: Seconds of those time terms of a forward pass that are known, by name.
+        forward_shares: Fraction of each other time term in the forward pass, by name.
+        weight_share: Fraction of the backward pass that can be postponed.
     """
     once = step.once
     both = (step - once) * (1 / count)
@@ -83,13 +82,13 @@ def lockstep_step(
     Turns without a micro-batch are the bubble.
 
     Args:
-        turn: Costs of a micro-batch on the slowest stage.
-        behind: Time of the micro-batch's backward pass.
-        count: Number of micro-batches of a step.
+        turn: Costs of one micro-batch on the slowest stage.
+        behind: Time of the backward pass of one micro-batch.
+        count: Number of micro-batches in a step.
         turns: Numbers of forward turns, backward turns and transfers.
         handed_seconds: Seconds of a transfer between stages.
-        once_seconds: Seconds of the collectives between all stages that run once in a
-            step, by name of the term.
+        once_seconds: Seconds of the collectives between stages that run once in a step,
+            by name of the time term.
     """
     ahead, back, transfers = turns
 
@@ -112,16 +111,16 @@ def scheduled_step(
 ) -> TimeTerms:
     """Returns the time of the slowest stage, including its idle time.
 
-    A stage needs its copies of shared parameters when its first micro-batch starts. It
-    has their gradients when its last micro-batch ends.
+    A stage needs its copies of shared parameters before its first micro-batch, and has
+    their gradients after its last.
 
     Args:
-        turns: Costs of a micro-batch on each stage.
+        turns: Costs of one micro-batch on each stage.
         table: Pipeline schedule.
         line: Timeline of the schedule.
         ahead: Seconds of a forward pass on each virtual stage.
-        copied: Seconds to transfer the copies to each stage; their gradients take the
-            same time.
+        copied: Seconds to transfer copies of shared parameters to each stage. The
+            transfer of their gradients takes as long.
     """
     slowest = max(turns, key=lambda turn: turn.both.step_seconds)
     useful = slowest.both * table.num_micro_batches
@@ -151,10 +150,10 @@ def replicas_step(
 
     Args:
         part: Time of a step of the replica that ends last.
-        pace_seconds: Seconds of its share of the samples, without the update.
+        pace_seconds: Seconds of that replica's micro-batches, without the update.
         update_seconds: Seconds of the optimizer's update.
-        exchange_seconds: Seconds in which the replicas sum their gradients.
-        gather_seconds: Seconds in which they gather updated parameters.
+        exchange_seconds: Seconds in which replicas reduce their gradients.
+        gather_seconds: Seconds in which replicas gather updated parameters; default: 0.
     """
     own = replace(part, update_seconds=0.0)
     paced = own * (pace_seconds / max(own.step_seconds, 1e-30))

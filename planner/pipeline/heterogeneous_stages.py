@@ -1,12 +1,13 @@
-"""Pipeline stages on mixed device kinds: their devices, and the gain.
+"""Pipeline stages on mixed device kinds: their devices, their layers, and the gain.
 
 The devices are divided into equal parts, in node order, each of one kind. Whale places
-earlier stages on devices with more memory, because they store the activations of more
-micro-batches, and then cuts the model by FLOP (Jia et al., 2022, section 3.3.2). Here
-the model's smallest parts are timed on every kind, and the order of the devices and the
-cut are chosen together and exactly, by dynamic programming over the numbers of used
-devices per kind and the end of the last stage. Memory is that of each kind, with the
-activations in flight.
+earlier stages on devices with more memory, as they store activations of more
+micro-batches, and then cuts the model by FLOPs (Jia et al., 2022, section 3.3.2).
+
+This module instead times the model's smallest parts on every kind. Dynamic programming
+chooses the order of the devices and the cut points together, over the numbers of used
+devices per kind and the end of the last stage. The result is exact. Each kind has its
+own memory, with the activations in flight.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class StageAssignment:
     """Devices in the order of the pipeline, and the cut of the model for them.
 
     Attributes:
-        order: For each stage, the index of its devices in the given list.
-        stages: Devices of each stage, with the activations that it stores there.
+        order: Index of each stage's devices in the given list.
+        stages: Devices of each stage, with the number of micro-batches in flight there.
         cut: Cut of the model.
     """
 
@@ -77,10 +78,10 @@ def in_order(
 
     Args:
         layers: Layers in the model's order.
-        devices: Devices of each stage; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage stores, in the order of
-            the pipeline, as in ``Schedule.in_flight``.
-        order: For each stage, the index of its devices.
+        devices: Devices of each stage; ``in_flight`` replaces theirs.
+        in_flight: Largest number of micro-batches in flight of each stage, in the order
+            of the pipeline, as in ``Schedule.in_flight``.
+        order: Index of each stage's devices.
 
     Raises:
         PlanError: No cut fits the memory.
@@ -95,19 +96,20 @@ def in_order(
 def place(
     layers: Sequence[Layer], devices: Sequence[Stage], in_flight: Sequence[int]
 ) -> StageAssignment:
-    """Returns the order of the devices and the cut with the fastest slowest stage.
+    """Returns the order of devices and the cut that make the slowest stage fastest.
 
-    The result is exact. Among equally fast orders, earlier stages have more memory.
-    Time is O(S · L²) for every combination of used devices per kind, with S kinds and L
+    The result is exact. Among equally fast orders, earlier stages have more memory. For
+    every combination of used devices per kind, the time is O(S · L²) with S kinds and L
     layers.
 
     Args:
         layers: Layers in the model's order.
-        devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
-        in_flight: Micro-batches whose activations each stage stores, in pipeline order.
+        devices: Devices of each stage, in any order; ``in_flight`` replaces theirs.
+        in_flight: Largest number of micro-batches in flight of each stage, in the order
+            of the pipeline.
 
     Raises:
-        PlanError: Fewer layers than stages, or no cut fits in any order.
+        PlanError: There are fewer layers than stages, or no cut fits in any order.
 
     >>> fast = Stage(kind="v100-32", speed=2.0, memory_bytes=32.0)
     >>> slow = Stage(kind="p100-16", speed=1.0, memory_bytes=16.0)
@@ -122,7 +124,7 @@ def place(
     paces, parents = _search(layers, kinds, in_flight)
     counts = tuple(len(where) for _, where in kinds)
     if not np.isfinite(paces[counts][-1]):
-        # The cut names what is missing; in Whale's order early stages have most room.
+        # The cut's error says what is missing. Whale's order has most room early.
         return in_order(layers, devices, in_flight, memory_order(devices))
     order = []
     state, end = counts, len(layers)
@@ -154,7 +156,7 @@ def _search(
     kinds: Sequence[tuple[Stage, list[int]]],
     in_flight: Sequence[int],
 ) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
-    """Returns the best pace of the first layers by used devices, and last choices."""
+    """Returns the best paces and the last choices, by used devices and layers."""
     count = len(layers)
     ranges = [range(len(where) + 1) for _, where in kinds]
     states = sorted(itertools.product(*ranges), key=sum)
@@ -169,7 +171,7 @@ def _search(
     for state in states[1:]:
         held = in_flight[sum(state) - 1]
         best, parent = np.full(count + 1, np.inf), np.zeros((2, count + 1), dtype=int)
-        # The kind with least memory is tried last first, so ties put it last.
+        # The kind with least memory is tried first as the last one, so it wins ties.
         for kind in reversed(range(len(kinds))):
             if not state[kind]:
                 continue
@@ -187,12 +189,12 @@ def _search(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevices:
-    """Possible devices of a stage: one of the equal parts of a cluster.
+    """Devices that a stage may have: one of the equal parts of a cluster.
 
     Attributes:
         block: Index of the part, in node order.
         cluster: Cluster of these devices.
-        ratio: Measured over predicted time of the model on them.
+        ratio: Measured time of the model on them over predicted time.
     """
 
     block: int
@@ -211,13 +213,14 @@ def grounds(
     """Returns the parts of a cluster on which stages can run.
 
     Args:
-        graph: The captured loss, the key of its timings.
+        graph: Captured loss, by which measured times are looked up.
         cluster: All devices.
         devices: Number of devices of a stage.
         stages: Number of stages.
 
     Raises:
-        PlanError: No such number of devices is linked, or a stage has mixed kinds.
+        PlanError: Links do not join the devices in this way, or a stage would have
+            mixed kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
@@ -230,10 +233,10 @@ def grounds(
         if not part.is_uniform:
             start = block * devices
             raise PlanError(
-                f"stage is {stages}, and devices {start} to {start + devices - 1}, "
-                f"which one stage would lie on, are {part.describe()}. A stage has "
-                "devices of one kind: take a number of stages such that every kind "
-                "has whole ones"
+                f"stage is {stages}, but one stage would have devices {start} to "
+                f"{start + devices - 1}, which are {part.describe()}. A stage has "
+                "devices of one kind: choose a number of stages that divides the "
+                "devices of every kind into full stages"
             )
     kinds = [part.kinds[0] for part in parts]
     ratios = corrections(kinds, weights_hash(graph.params))
@@ -244,7 +247,7 @@ def grounds(
 
 
 def by_memory(found: Sequence[StageDevices]) -> list[StageDevices]:
-    """Returns one part of each kind, that with the least memory first."""
+    """Returns one part of each kind, the kind with least memory first."""
     kinds = {ground.kind.name: ground for ground in reversed(found)}
     return sorted(reversed(kinds.values()), key=lambda g: g.kind.memory_bytes)
 
@@ -256,17 +259,16 @@ def has_several_kinds(found: Sequence[StageDevices]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousPlacement:
-    """A chain of layers on mixed devices.
+    """Placement of a chain of layers on mixed devices, with predicted times.
 
     Attributes:
         placed: Order of the devices, and the cut.
-        work: Compute seconds of each stage for a micro-batch.
+        work: Compute seconds of one micro-batch on each stage.
         seconds: Step time under the schedule, including transfers.
-        equal_seconds: Step time if cut as for equal devices, in node order.
-        equal_fits: Whether that cut would fit the memory.
-        least_seconds: Step time if all devices always computed and layers were
-            divisible.
-        needs_bytes: Bytes needed on a device of each stage, by the cut's estimate.
+        equal_seconds: Step time with the cut for equal devices, in node order.
+        equal_fits: Whether that cut fits in memory.
+        least_seconds: Step time if layers were divisible and all devices always busy.
+        needs_bytes: Bytes per device that each stage needs, by the cut's estimate.
     """
 
     placed: StageAssignment
@@ -286,19 +288,19 @@ def allot(
     *,
     hidden: bool = False,
 ) -> HeterogeneousPlacement:
-    """Places stages and cuts the model for them.
+    """Places stages on mixed devices, and cuts the model for them.
 
     Args:
-        chains: Layers of the model on the devices of each kind, by its name, in equal
-            layouts; memory is that of the first.
+        chains: Layers of the model on the devices of each kind, by name of the kind.
+            Layouts are equal, and memory is that of the first.
         found: Devices of the stages, in node order.
         table: Schedule with one part of the model on each stage.
-        reserved: Bytes of a device outside layers, by kind.
-        hidden: Whether transfers overlap with computation; else they add to both
-            stages.
+        reserved: Bytes per device that belong to no layer, by kind.
+        hidden: Whether transfers overlap with computation. If not (the default), they
+            add to the time of both stages.
 
     Raises:
-        PlanError: Fewer layers than stages, or no cut fits in any order.
+        PlanError: There are fewer layers than stages, or no cut fits in any order.
     """
     layers = next(iter(chains.values()))
     devices = [
@@ -350,7 +352,7 @@ def _step_seconds(
     stages: Sequence[Stage],
     table: Schedule,
 ) -> float:
-    """Returns a cut's step time; the forward pass is a third of a stage's work."""
+    """Returns a cut's step time; the forward pass takes a third of a stage's work."""
     part = [seconds / 3 for seconds in _work(found, stages)]
     borders = [b - 1 for _, b in _spans(found)][:-1]
     handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
@@ -372,8 +374,9 @@ def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> 
 
 
 def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
-    """Returns the seconds per micro-batch of a pipeline with divisible layers, exactly
-    for this order of devices.
+    """Returns the seconds per micro-batch of a pipeline with divisible layers.
+
+    The result is exact for this order of devices.
 
     Args:
         seconds: Seconds of every layer of the model on each stage's devices.
@@ -399,7 +402,7 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
 def notes(
     found: Sequence[StageDevices], graph: Graph, one: HeterogeneousPlacement
 ) -> Iterator[str]:
-    """Yields the notes of a plan whose stages run on mixed kinds.
+    """Yields the note of a plan whose stages have mixed kinds.
 
     Args:
         found: Devices of the stages, in node order.
@@ -417,8 +420,8 @@ def notes(
         )
     )
     gain, bound = (one.equal_seconds / t for t in (one.seconds, one.least_seconds))
-    words = gain_words(max(1.0, gain), bound)  # The search evaluated it in more detail.
+    words = gain_words(max(1.0, gain), bound)  # The search evaluated more terms.
     other = "in node order" if total == len(kinds) else "equal layers"
     words = words.replace("even shares", other)
-    fits = "" if one.equal_fits else "; equal layers do not fit the memory"
+    fits = "" if one.equal_fits else "; equal layers do not fit in memory"
     yield f"stages: {each} of {total} parts of the model: {words}{fits}"

@@ -22,7 +22,7 @@ from whalejax.planner.sharding.offload_candidates import FORMS
 
 
 NO_LAYERS = (
-    "the model has no scan over stacked layers, which stages alike divide",
+    "the model has no scan over stacked layers, which equal stages divide",
     "Write its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis "
     "stage out",
 )
@@ -34,11 +34,11 @@ class StackedLayers:
     """Scan over layers that stages divide.
 
     Attributes:
-        position: Position of the scan.
-        paths: Parameters that the scan slices.
+        position: Position of the scan in the program.
+        paths: Paths of the parameters that the scan slices.
         length: Number of layers.
         carried: Ids of the tensors that a layer passes to the next.
-        others: Other scans, which only estimates divide among stages.
+        others: Other scans over layers, which only estimates divide among stages.
     """
 
     position: tuple[int, ...]
@@ -49,14 +49,15 @@ class StackedLayers:
 
     @classmethod
     def of(cls, graph: Graph, *, every: bool = False) -> StackedLayers:
-        """Returns the layers of a model.
+        """Returns the scan over the layers of a model.
 
         Args:
             graph: The captured loss.
-            every: Whether stages divide every scan of layers, which no executor does.
+            every: Whether stages divide all scans over layers, as no executor does;
+                default: False.
 
         Raises:
-            PlanError: The layers are no scan over stacked parameters.
+            PlanError: The layers are not one scan over stacked parameters.
         """
         positions = stacked_loops(graph)
         if not positions:
@@ -79,7 +80,7 @@ class StackedLayers:
 
     @property
     def every_path(self) -> frozenset[str]:
-        """Parameters that the scans slice."""
+        """Paths of the parameters that all scans slice."""
         return self.paths.union(*(other.paths for other in self.others))
 
     @classmethod
@@ -156,9 +157,9 @@ class StackedLayers:
 def _summing(op: Op, makers: Mapping[int, Op], graph: Graph) -> Op:
     """Replaces a lookup of one element per row by a sum over the row, as stages run it.
 
-    A sum fuses with the operations that make its rows, such as 32-bit logits, and reads
-    a value that is in memory anyway, such as the product's. A lookup needs the rows
-    themselves. Other operations stay unchanged.
+    The sum fuses with the operations that make the rows, such as 32-bit logits, while a
+    lookup needs the rows in memory. So the sum reads a value that is in memory anyway,
+    such as a product's result. Other operations stay unchanged.
     """
     if op.kind != "gather":
         return op
@@ -190,12 +191,12 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         most: Largest number of stages.
 
     Raises:
-        PlanError: Names the numbers, and those that would work.
+        PlanError: The number is impossible; names the numbers that are possible.
     """
     if devices % stages == 0:
         return
     near = [n for n in range(2, min(devices, most) + 1) if devices % n == 0]
-    remedy = "no number of stages above 1 can be had. Use other devices, or no stages"
+    remedy = "no number of stages above 1 is possible. Use other devices, or no stages"
     if near:
         remedy = f"expected one of {', '.join(map(str, near))}"
     if stages <= devices:
@@ -204,8 +205,8 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         )
         remedy += f", or {idle}" if near else f". Or {idle}"
     raise DeviceCountError(
-        f"stage is {stages}, and there are {devices} devices, of which every stage has "
-        f"as many; {remedy}"
+        f"stage is {stages}, which does not divide the {devices} devices into equal "
+        f"stages; {remedy}"
     )
 
 
@@ -218,20 +219,20 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
         stages: Number of stages.
 
     Raises:
-        PlanError: No such number of devices is linked.
+        PlanError: Links do not join the devices in this way.
     """
     try:
         return cluster.part(devices)
     except WhaleError as error:
         raise PlanError(
-            f"stage is {stages}, and {cluster.describe()} has no {stages} equal parts "
-            f"of {devices} devices that links join alike. Take another number of "
-            "stages, or of devices"
+            f"stage is {stages}, but {cluster.describe()} has no {stages} equal parts "
+            f"of {devices} devices with equal links. Use another number of stages, or "
+            "of devices"
         ) from error
 
 
 def of_stage(spec: Spec) -> Spec:
-    """Returns a layout inside one stage.
+    """Returns a layout without the stage axis.
 
     >>> of_stage((("stage", "fsdp"), ("tensor",)))
     (('fsdp',), ('tensor',))

@@ -1,14 +1,14 @@
 """Divides the equations of a program among virtual stages.
 
-Stage programs can cut a model anywhere. The model is written as units: the equations of
-the loss with calls inlined, in order; loops, branches and checkpointed regions are one
-unit each. The name of a cut point is the parameter whose read begins the second part:
-it means the same in another trace.
+Stage programs can cut a model anywhere. The model is a list of units: the equations of
+the loss in order, with calls inlined. Loops, branches and checkpointed regions are one
+unit each. A cut point is named after the parameter that the second part is first to
+read, which another trace has too.
 
-Cheap units that read only data and parameters (masks, keys, casts) run on every virtual
-stage that reads them, so they need no transfer. Two kinds of units do not, because each
-reader would need their parameter too: lookups of data in a parameter, and sums of a
-parameter, as in a penalty on its size.
+Cheap units that read only data and parameters (masks, keys, casts) are *free*: they run
+on every virtual stage that reads them, and need no transfer. Lookups of data in a
+parameter are not free, nor are sums of a parameter, such as a penalty on its size, as
+each reader would need the parameter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from whalejax.planner.plan_errors import PlanError
 Position = tuple[int, ...]
 
 Value = tuple[Position, int]
-"""A result of an equation: its position, and the index of the result. Inputs of the
-program have the position ``()``."""
+"""Result of an equation, as (position of the equation, index of the result). Inputs of
+the program have the position ``()``.
+"""
 
 
 SUMS = frozenset(("reduce_sum", "reduce_max"))
@@ -42,11 +43,11 @@ class Unit:
 
     Attributes:
         position: Position of the equation.
-        reads: Distinct values that it reads.
+        reads: Distinct values that the equation reads.
         writes: Results of the equation.
         tensors: Ids of the results in the graph; None for scalar constants.
         sizes: Bytes of each result.
-        cheap: Whether it has no products and no loops.
+        cheap: Whether the equation has no products and no loops.
         line: Source line in the user's code.
         kind: Name of the operation.
     """
@@ -66,13 +67,13 @@ class Units:
     """A program as a list of units.
 
     Attributes:
-        units: Units that something depends on, in order.
+        units: Units whose results are used, in order.
         params: Dotted paths of the trained parameters, which are the first inputs.
-        frozen: Numbers of the non-trainable inputs that are weights.
+        frozen: Numbers of the inputs that are weights without training.
         results: Loss and reported values; None for constants.
-        fresh: Value that replaces a non-trainable input after a micro-batch, by input.
-        others: Dotted paths of the non-trainable inputs, which follow the parameters.
-        counters: Increment of a non-trainable counter per micro-batch, by input number.
+        fresh: Value that replaces a non-trained input after a micro-batch, by input.
+        others: Dotted paths of the non-trained inputs, which follow the parameters.
+        counters: Increment of a non-trained counter per micro-batch, by input.
     """
 
     units: tuple[Unit, ...]
@@ -90,8 +91,9 @@ class Units:
 
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
-        """Whether each unit is cheap, reads only such units, and looks up no data in a
-        weight.
+        """Whether each unit is free.
+
+        A free unit is cheap, reads only free units, and looks up no data in a weight.
         """
         result: list[bool] = []
         behind: list[frozenset[int]] = []
@@ -106,7 +108,7 @@ class Units:
 
     @functools.cached_property
     def frozen_others(self) -> frozenset[int]:
-        """``frozen`` as numbers among the non-trainable inputs."""
+        """``frozen`` as numbers among the non-trained inputs."""
         return frozenset(n - len(self.params) for n in self.frozen)
 
     def is_weight(self, number: int) -> bool:
@@ -139,7 +141,7 @@ class Units:
         return tuple(inputs)
 
     def unit_at(self, position: Position) -> int | None:
-        """Returns the unit of the operation at a position, if any."""
+        """Returns the unit of the operation at a position, or None."""
         place = bisect_right(self._positions, position) - 1
         if place < 0:
             return None
@@ -152,10 +154,10 @@ class Units:
 
     @functools.cached_property
     def borders(self) -> dict[str, int]:
-        """Possible cut points: a unit's number, by the parameter that it reads first.
+        """Possible cut points: number of a unit, by the parameter that it reads first.
 
-        The cut point is where the fewest bytes are cut since the last unit that reads
-        parameters.
+        Of the units since the last one that reads parameters, it is the one before
+        which the fewest bytes are cut.
         """
         crossing = self.border_bytes
         seen: set[int] = set()
@@ -176,7 +178,7 @@ class Units:
 
     @functools.cached_property
     def border_bytes(self) -> list[int]:
-        """Bytes cut before each unit: made by earlier units, read by it or later."""
+        """Bytes that a cut before each unit would transfer to later units."""
         last: dict[Value, int] = {}
         for index, unit in enumerate(self.units):
             if not self.free[index]:
@@ -193,11 +195,11 @@ class Units:
         return list(itertools.accumulate(steps))
 
     def labels(self, graph: Graph) -> tuple[int | None, ...]:
-        """Returns the stage number of each unit's mark, or None without one.
+        """Returns the number of the stage that marks each unit, or None without a mark.
 
         Raises:
-            PlanError: A stage is marked inside a loop (names its line), or has no part
-                in the loss.
+            PlanError: Stages are marked inside a loop (names its line), or a stage is
+                not used by the loss.
         """
         result: list[set[int | None]] = [set() for _ in self.units]
         for op in graph.ops:
@@ -211,10 +213,10 @@ class Units:
             if len(numbers) > 1:
                 marked = sorted(n for n in numbers if n is not None)
                 problems.add(
-                    f"{unit.line} holds the marks of stage "
+                    f"{unit.line} has marks of stage "
                     f"{', '.join(map(str, marked))}"
-                    + (" and what no stage does" if None in numbers else "")
-                    + ". A loop or checkpointed region lies on one stage: put marks "
+                    + (" and operations of no stage" if None in numbers else "")
+                    + ". A loop or checkpointed region is on one stage: put marks "
                     "around it, unroll it, or leave the marks out and give num_stages"
                 )
         problems.raise_if_any()
@@ -230,7 +232,7 @@ def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
         for mark in region.marks
         if mark.kind == "stage"
     ]
-    problems = Problems("stages do nothing that the loss needs", PlanError)
+    problems = Problems("the loss does not need some stages", PlanError)
     for number, scope in dict(reversed(stages)).items():
         if number not in labels:
             problems.add(
@@ -247,8 +249,8 @@ class PlacePart:
     Attributes:
         units: Numbers of the units, in order.
         inputs: Numbers of the program's inputs that the units read.
-        imports: Values received from earlier virtual stages, in their order.
-        exports: Values sent to later virtual stages.
+        imports: Values that earlier virtual stages send, in the order of these.
+        exports: Values that later virtual stages receive.
         fresh: Inputs whose value after a micro-batch is computed here.
     """
 
@@ -264,10 +266,10 @@ class Division:
     """Program that is divided among virtual stages.
 
     Attributes:
-        units: The program.
+        units: Program as a list of units.
         parts: Part of each virtual stage.
         made_at: Virtual stage that produces each transferred value.
-        starts: Cut points of all parts after the first; empty if marks define them.
+        starts: Cut points before all parts but the first; empty if marks set them.
     """
 
     units: Units
@@ -280,11 +282,11 @@ class Division:
         return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
 
     def owner(self, number: int, stages: int) -> int:
-        """Returns the first stage that reads or makes an input; stage 0 if none does.
+        """Returns the first stage that reads or changes an input; 0 if none does.
 
         Args:
             number: Number of the input.
-            stages: Number of stages; parts are assigned round-robin.
+            stages: Number of stages, to which parts are assigned in turn.
         """
         parts = enumerate(self.parts)
         places = (i for i, x in parts if number in x.inputs or number in x.fresh)
@@ -295,19 +297,18 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
     """Divides a program at cut points.
 
     Args:
-        units: The program.
-        starts: Parameters whose first read begins each part after the first, as in
-            ``Units.borders``.
+        units: Program as a list of units.
+        starts: Cut points before all parts but the first, as in ``Units.borders``.
 
     Raises:
-        PlanError: A cut point is unknown, they are not in program order, or a value is
-            changed in one part and read in another.
+        PlanError: A cut point is unknown, cut points are not in the program's order, or
+            a value is changed in one part and read in another.
     """
     unknown = [name for name in starts if name not in units.borders]
     if unknown:
         raise PlanError(
-            f"no part of the model begins with reading {unknown[0]}; this plan was "
-            "made for another version of it. Plan again"
+            f"no part of the model begins with reading {unknown[0]}, as this plan was "
+            "made for another version of the model. Plan again"
         )
     bounds = [units.borders[name] for name in starts]
     if bounds != sorted(set(bounds)):
@@ -322,16 +323,16 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
 def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
     """Divides a program at the user's ``stage`` marks.
 
-    Units without a mark go to the latest stage that makes one of their operands. If
-    they read only parameters and data, they go to the first stage that reads them.
+    A unit without a mark goes to the latest stage that produces one of its operands. A
+    unit that reads only parameters and data goes to the first stage that reads it.
 
     Args:
-        units: The program.
+        units: Program as a list of units.
         labels: Number of each unit's stage, or None.
 
     Raises:
-        PlanError: A stage reads a value that a later one makes (names both lines), or
-            one that another stage changes.
+        PlanError: A stage reads a value that a later stage makes (names both lines), or
+            that another stage changes.
     """
     stages = 1 + max((n for n in labels if n is not None), default=0)
     homes: list[int | None] = list(labels)
@@ -353,7 +354,7 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
 
 
 def _division(units: Units, homes: Sequence[int], count: int) -> Division:
-    """Returns the division by each unit's virtual stage; readers run free units."""
+    """Returns the division by each unit's virtual stage; readers run free units too."""
     readers = _readers(units, homes, count)
     places = _places(units, homes, count, readers)
     members: list[list[int]] = [[] for _ in range(count)]
@@ -397,7 +398,6 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
 
 
 def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
-    """Refuses values that one virtual stage changes and another reads."""
     for place, part in enumerate(parts):
         for number in part.fresh:
             others = [
@@ -407,9 +407,9 @@ def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
                 path = units.path(number)
                 raise PlanError(
                     f"{path} is changed in part {place} of the model and read in part "
-                    f"{others[0]}: every micro-batch would have to wait for the one "
-                    "before. Leave it as it is while training, or keep what reads it "
-                    "in one stage"
+                    f"{others[0]}, so every micro-batch would wait for the one before. "
+                    "Keep it constant while training, or put its readers into the "
+                    "same stage"
                 )
 
 
@@ -441,7 +441,7 @@ def _places(
     for number, value in units.fresh.items():
         maker = units.makers.get(value)
         if maker is not None and units.free[maker]:
-            # On a reader's stage; else on a stage that reads its operands.
+            # The unit is on a reader's stage, or else where its operands are read.
             others = (p for n in units.inputs[maker] for p in readers.get(n, ()))
             there = readers.get(number) or {*others}
             wanted[maker].add(min(there, default=0))
@@ -462,7 +462,7 @@ def _unit_stages(
     wanted: set[int],
     readers: Mapping[int, Collection[int]],
 ) -> set[int]:
-    """Returns a free unit's stages: its readers', or the parameter's for a sum."""
+    """Returns a free unit's stages: those of readers, or of a sum's parameter."""
     inputs = units.inputs[index]
     if units.units[index].kind not in SUMS or not inputs or not wanted:
         return wanted or {0}
@@ -483,7 +483,7 @@ def _inputs(
 
 
 class FlowsBackwards(PlanError):
-    """A stage reads a value that a later one makes."""
+    """A stage reads a value that a later stage makes."""
 
 
 def _check_order(units: Units, homes: Sequence[int]) -> None:
@@ -498,8 +498,8 @@ def _check_order(units: Units, homes: Sequence[int]) -> None:
             if lines not in seen:
                 seen.add(lines)
                 problems.add(
-                    f"{lines[0]} in stage {homes[index]} reads what {lines[1]} makes "
-                    f"in stage {homes[maker]}. Move one of them, so that a stage reads "
-                    "only what it or an earlier one makes"
+                    f"{lines[0]} in stage {homes[index]} reads a value that {lines[1]} "
+                    f"makes in stage {homes[maker]}. Move one of them, so that a stage "
+                    "reads only values of its own and of earlier stages"
                 )
     problems.raise_if_any()

@@ -1,9 +1,10 @@
 """Lower bounds on the step time of a pipeline, whatever its schedule.
 
-The search for pipelines prices a stage only if these bounds allow a fast enough step.
-A stage starts after the stages before it have passed one micro-batch forward. After the
-stage's last micro-batch, the stages before it pass the gradient back. Meanwhile it can
-only compute gradients of parameters that it postponed.
+The search for pipelines evaluates a stage only if these bounds allow a fast enough
+step. A stage starts after the stages before it have computed the forward pass of a
+micro-batch. After the stage's last micro-batch, the stages before it compute its
+backward pass. Meanwhile the stage can only compute gradients of parameters that it
+postponed.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ import numpy as np
 
 
 _SHARES: Final = {False: (1 / 3, 1 / 3), True: (1 / 4, 3 / 8)}
-"""Two fractions of a micro-batch's time, by whether its forward pass is recomputed: the
-least in the forward pass, and the most that a schedule can postpone. In stages of eight
-models without recomputation, the forward pass took at least 0.337."""
+"""(Smallest fraction of a micro-batch's time in the forward pass, largest fraction that
+a schedule can postpone), by whether the backward pass recomputes the forward pass. In
+stages of eight models without recomputation, the forward pass took at least 0.337.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Least seconds that a stage is busy in a step, for all micro-batches.
+    """Lower bounds on the seconds that a stage is busy in a step.
 
     The fields are numbers, or arrays of equal shape.
 
     Attributes:
         ahead: Seconds of the forward passes.
-        prompt: Seconds before the stage has passed on its last gradient: of the passes
-            without the gradients of parameters that a schedule can postpone, and of
-            half the gradient reduction.
+        prompt: Seconds until the stage has sent its last gradient: all passes without
+            the gradients of parameters that a schedule can postpone, and half the
+            gradient reduction.
         busy: Seconds of all passes and of the gradient reduction.
     """
 
@@ -42,10 +44,10 @@ class StageSeconds:
 
     @classmethod
     def of(cls, passes: Any, reduction: Any, *, recomputes: bool) -> StageSeconds:
-        """Returns the least seconds of each part.
+        """Returns the lower bounds of one layout.
 
         Args:
-            passes: Seconds of the passes of all micro-batches.
+            passes: Seconds of both passes of all micro-batches.
             reduction: Seconds of the gradient reduction.
             recomputes: Whether the backward pass recomputes the forward pass.
         """
@@ -58,14 +60,14 @@ class StageSeconds:
 
     @classmethod
     def least(cls, several: Iterable[StageSeconds]) -> StageSeconds:
-        """Returns the least of each part over several layouts of a stage."""
+        """Returns the smallest of each bound over several layouts of a stage."""
         parts = [(one.ahead, one.prompt, one.busy) for one in several]
         ahead, prompt, busy = (min(part) for part in zip(*parts, strict=True))
         return cls(ahead=ahead, prompt=prompt, busy=busy)
 
     @classmethod
     def total(cls, stages: Iterable[StageSeconds]) -> StageSeconds:
-        """Returns the sum of each part over stages."""
+        """Returns the sum of each bound over stages."""
         parts = [(one.ahead, one.prompt, one.busy) for one in stages]
         ahead, prompt, busy = (sum(part) for part in zip(*parts, strict=True))
         return cls(ahead=ahead, prompt=prompt, busy=busy)
@@ -77,11 +79,11 @@ def least_step_seconds(
     """Returns a lower bound on the seconds of a step.
 
     Args:
-        stages: Seconds of each stage.
+        stages: Lower bounds of each stage.
         count: Number of micro-batches.
-        chunks: Number of parts of the model on each stage. With several parts per
-            stage, a stage waits only for the first parts of the others, whose least
-            time is unknown.
+        chunks: Number of parts of the model on each stage; default: 1. With more, a
+            stage waits only for the first parts of other stages, whose smallest time is
+            unknown.
 
     >>> one = StageSeconds.of(3.0, 0.0, recomputes=False)
     >>> round(least_step_seconds([one, one], 1), 6)
@@ -101,7 +103,7 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
     All arguments and the result may be arrays of equal shape.
 
     Args:
-        total: Seconds of all stages together.
+        total: Sum of the lower bounds of all stages.
         stages: Number of stages.
         count: Number of micro-batches.
 
@@ -109,8 +111,8 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
     >>> round(float(least_divided_seconds(one, 2, 1)), 6)
     4.0
     """
-    # The bound is least if it is equal for all stages. Then each has 1 - part of the
-    # time of the one before it; for ``prompt``, the part is 1 / count.
+    # The bound is smallest if it is equal for all stages. Then each stage has 1 - part
+    # of the time of the stage before it; for ``prompt``, the part is 1 / count.
     prompt = total.prompt / count / (1 - (1 - 1 / count) ** stages)
     part = total.ahead / total.busy / count
     busy = total.busy * part / (1 - (1 - part) ** stages)
@@ -118,15 +120,14 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
 
 
 class PricedStages:
-    """Seconds of the stages of cuts that were priced.
+    """Lower bounds of the stages that were evaluated, by cut.
 
-    If several micro-batches become one, a stage's layout stays possible and its step
-    takes no longer. So the seconds priced for a number of micro-batches also bound
-    those for its multiples.
+    Joining micro-batches keeps a stage's layout possible and its step no longer. So
+    bounds for a number of micro-batches also hold for its multiples.
     """
 
     def __init__(self, stages: int) -> None:
-        """Starts without priced stages.
+        """Creates a record without stages.
 
         Args:
             stages: Number of stages.
@@ -137,13 +138,13 @@ class PricedStages:
         )
 
     def record(self, cut: object, count: int, stage: int, least: StageSeconds) -> None:
-        """Records the least seconds of one stage, over all layouts.
+        """Records the lower bounds of one stage, over all its layouts.
 
         Args:
             cut: Key of the cut.
             count: Number of micro-batches.
             stage: Number of the stage.
-            least: Seconds of the stage.
+            least: Lower bounds of the stage.
         """
         self._priced[cut, count][stage] = least
 
@@ -165,10 +166,11 @@ class PricedStages:
         )
 
     def least_of_any(self, count: int) -> float:
-        """Returns a bound on the step seconds of any cut for equal devices.
+        """Returns an approximate bound on the step seconds of any cut for equal
+        devices.
 
-        It is approximate: the work of all stages together hardly depends on the cut.
-        Each stage has one part of the model.
+        It assumes that the work of all stages together does not depend on the cut, and
+        one part of the model per stage.
 
         Args:
             count: Number of micro-batches.

@@ -1,12 +1,17 @@
 """Pipeline schedules as data: the actions of each stage, by tick.
 
-A schedule consists of rows of (tick, stage, chunk, micro-batch, action). Cost and
-memory models, executors and pictures read the same rows. Whale's PreferForward is GPipe
-(Huang et al., 2019). Its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019;
-made synchronous by DAPPLE, Fan et al., 2021). Its PreferBackwardOptimizer stores one
-micro-batch more. Interleaving is Megatron-LM's (Narayanan et al., 2021). ZB-H1 splits
-the backward (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The lockstep tables
-are for one program on all stages. ``simulate`` computes their time.
+A schedule has rows of (tick, stage, chunk, micro-batch, action), which cost and memory
+models, executors and drawings read.
+
+- Whale's PreferForward is GPipe (Huang et al., 2019).
+- Its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019; made synchronous by
+  DAPPLE, Fan et al., 2021).
+- Its PreferBackwardOptimizer stores one more micro-batch.
+- Interleaving is Megatron-LM's (Narayanan et al., 2021).
+- ZB-H1 splits the backward pass (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+- Lockstep schedules are for one program on all stages.
+
+``simulate`` computes the time of a schedule.
 """
 
 from __future__ import annotations
@@ -38,23 +43,23 @@ SPLIT = frozenset(("zb-h1",))
 """Schedules with a backward pass in two parts."""
 
 TURN_TICKS = {"gpipe-lockstep": 1, "1f1b-lockstep": 2}
-"""Schedules whose stages synchronise after this number of ticks."""
+"""Number of ticks after which stages synchronise, by lockstep schedule."""
 
 Key = tuple[int, int, Action]
-"""Virtual stage, micro-batch and action, which identify a row."""
+"""(Virtual stage, micro-batch, action), which identifies a row."""
 
 
 class ScheduleRow(NamedTuple):
     """One action of a stage.
 
     Attributes:
-        tick: Tick, if every action takes one tick and transfers take none.
+        tick: Time of the action, if each action takes one tick and transfers none.
         stage: Number of the stage; each stage has its own devices.
-        chunk: Index of the stage's part of the model; 0 if it has only one.
+        chunk: Index of the part of the model on the stage; 0 if it has one part.
         micro_batch: Number of the micro-batch.
-        action: Forward, backward, or weight. If a schedule splits the backward pass,
-            ``backward`` is only the gradient of the input and ``weight`` that of the
-            parameters; otherwise ``backward`` is both.
+        action: ``forward``, ``backward`` or ``weight``. If a schedule splits the
+            backward pass, ``backward`` computes only the gradient of the input, and
+            ``weight`` that of the parameters. If not, ``backward`` computes both.
     """
 
     tick: int
@@ -66,16 +71,16 @@ class ScheduleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A table of rows.
+    """Pipeline schedule as a table of rows.
 
     Attributes:
         name: One of ``NAMES``.
         num_stages, num_micro_batches: Numbers of stages and of micro-batches.
-        num_chunks: Parts of the model on each stage.
+        num_chunks: Number of parts of the model on each stage.
         splits_backward: Whether the gradient of the parameters is a separate action.
-        turn_ticks: Ticks of a turn, at whose end all stages synchronise; results are
-            read in a later turn. 0 if stages do not synchronise.
-        rows: Rows by tick, then stage.
+        turn_ticks: Number of ticks in a turn, at whose end all stages synchronise; a
+            result is read in a later turn. 0 if stages do not synchronise.
+        rows: Rows by tick, then by stage.
     """
 
     name: str
@@ -93,7 +98,7 @@ class Schedule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of every virtual stage on every micro-batch, in this order."""
+        """Actions of each virtual stage on each micro-batch, in their order."""
         plain: tuple[Action, ...] = ("forward", "backward")
         return (*plain, "weight") if self.splits_backward else plain
 
@@ -102,10 +107,12 @@ class Schedule:
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
     def needs(self, row: ScheduleRow) -> Key | None:
-        """Returns the key of the row that a row reads from; None for the first forward.
+        """Returns the key of the row whose result a row reads; None for the first
+        forward.
 
-        On the last virtual stage, the backward follows its own forward. The gradient of
-        the parameters follows its own backward.
+        On the last virtual stage, a backward follows the forward of the same
+        micro-batch. A gradient of the parameters follows the backward of the same
+        micro-batch.
         """
         place, micro_batch, action = self.key(row)
         if action == "weight":
@@ -117,7 +124,7 @@ class Schedule:
         return place + 1, micro_batch, "backward"
 
     def turn(self, row: ScheduleRow) -> int:
-        """Returns the lockstep turn of a row; always 0 without lockstep."""
+        """Returns the lockstep turn of a row; 0 without lockstep."""
         return row.tick // self.turn_ticks if self.turn_ticks else 0
 
     def of_stage(self, stage: int) -> tuple[ScheduleRow, ...]:
@@ -126,10 +133,10 @@ class Schedule:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Largest number of a chunk's activations that each stage stores.
+        """Largest number of a chunk's activations that each stage stores at a time.
 
-        They are stored until the last action that reads them ends: the gradient of the
-        parameters, if that is a separate action.
+        They are stored until the last action that reads them ends, which is the
+        gradient of the parameters if that is a separate action.
         """
         last = self.actions[-1]
         held = [0] * self.num_stages
@@ -143,17 +150,18 @@ class Schedule:
 def schedule(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> Schedule:
-    """Builds a schedule.
+    """Returns a schedule.
 
     Args:
         name: One of ``NAMES``.
         num_stages: Number of stages, 1 or more.
-        num_micro_batches: Number of micro-batches, 1 or more; a multiple of the stages
-            if interleaved.
-        num_chunks: Parts of the model on each stage; above 1 only if interleaved.
+        num_micro_batches: Number of micro-batches, 1 or more; for ``"interleaved"`` a
+            multiple of ``num_stages``.
+        num_chunks: Number of parts of the model on each stage; above 1 only for
+            ``"interleaved"``. Default: 1.
 
     Raises:
-        PlanError: No such schedule with these numbers; lists all problems.
+        PlanError: There is no schedule with these numbers; lists all problems.
 
     >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
@@ -166,11 +174,11 @@ def schedule(
 
 
 class Columns(NamedTuple):
-    """The rows of a table as arrays, by tick, then stage.
+    """Rows of a schedule as arrays, by tick, then by stage.
 
     Attributes:
         tick, stage, chunk, micro_batch: Fields of ``ScheduleRow``, one array each.
-        action: Index into the actions of the table.
+        action: Index in ``Schedule.actions``.
     """
 
     tick: np.ndarray
@@ -183,7 +191,7 @@ class Columns(NamedTuple):
 def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """Builds a schedule with its rows only as columns, which is much faster."""
+    """Returns a schedule whose rows are only in columns, which is much faster."""
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,
@@ -202,7 +210,7 @@ def build_columns(
 
 
 def columns_of(table: Schedule) -> Columns:
-    """Returns the rows of a table as arrays."""
+    """Returns the rows of a schedule as arrays."""
     index = {name: i for i, name in enumerate(table.actions)}
     rows = [(*row[:-1], index[row.action]) for row in table.rows]
     return Columns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
@@ -223,8 +231,8 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     if name != "interleaved":
         if chunks > 1:
             problems.add(
-                f"num_chunks is {chunks}; {name} has 1 for each stage. Leave it out, "
-                "or take the schedule interleaved"
+                f"num_chunks is {chunks}; {name} has 1 on each stage. Leave it out, or "
+                "choose the schedule interleaved"
             )
     elif micro_batches % stages:
         lower = micro_batches - micro_batches % stages
@@ -239,8 +247,7 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 def most_in_flight(
     name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
 ) -> Any:
-    """Returns the largest number of a chunk's activations on a stage; see
-    ``Schedule.in_flight``.
+    """Returns ``Schedule.in_flight`` of one stage, without building the schedule.
 
     Args:
         name: One of ``NAMES``.
@@ -265,12 +272,12 @@ def most_in_flight(
 def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Returns every stage's actions and their index within each kind, by position.
 
-    Forwards come first, then alternating actions, then the rest. A split schedule
-    begins as 1F1B does. A stage then delays as many gradients of parameters as there
-    are stages before it: all store the same number of activations, and the gradients
-    that earlier stages wait for come sooner. The order is fixed and suits stages of
-    about equal time: a stage that waits for a forward does not do delayed work
-    meanwhile.
+    Forwards come first, then actions alternate, then the rest follows. A schedule that
+    splits the backward pass begins as 1F1B. A stage then delays as many gradients of
+    parameters as there are stages before it. So all stages store equally many
+    activations, and the gradients for earlier stages come sooner. The order is fixed
+    and suits stages of about equal time, as a stage that waits for a forward does no
+    delayed work.
     """
     stages, count = empty.num_stages, empty.num_micro_batches * empty.num_chunks
     name = "1f1b" if empty.splits_backward else empty.name
@@ -293,8 +300,8 @@ def _parts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns chunk and micro-batch of a stage's action number ``index`` of its kind.
 
-    Chunks alternate, each with as many micro-batches as there are stages; the backward
-    order is reversed.
+    Chunks alternate after as many micro-batches as there are stages. The order in
+    backward passes is the reverse.
     """
     stages, chunks = empty.num_stages, empty.num_chunks
     if chunks == 1:
@@ -306,12 +313,11 @@ def _parts(
 
 
 def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of each row, and of the row that it needs
-    (``Schedule.needs``).
+    """Returns the number of each row, and of the row that it needs.
 
     Returns:
-        Numbers below actions × virtual stages × micro-batches, in that order; -1 for
-        none.
+        Numbers in the order of actions, virtual stages and micro-batches; -1 if a row
+        needs none.
     """
     places, count = table.num_places, table.num_micro_batches
     place = columns.chunk * table.num_stages + columns.stage
@@ -324,9 +330,9 @@ def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]
 
 
 def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns:
-    """Places each stage's rows, in its given order, at the earliest tick.
+    """Places each stage's rows, in the given order, at their earliest ticks.
 
-    Raises ``ValueError`` if the orders wait for each other in a cycle.
+    Raises ``ValueError`` if orders wait for each other in a cycle.
     """
     stages, number = action.shape
     everyone = np.arange(stages)
@@ -335,7 +341,8 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
         np.full_like(action, -1), stage, *_parts(empty, action, index), action
     )
     key, needs = numbered(empty, rows)
-    # The last entries are for rows without dependencies, and for finished stages.
+    # The last entries are for rows without dependencies, and for stages that have
+    # ended.
     done = np.append(np.full(key.size, key.size), [key.size, -1])
     needs = np.concatenate([needs, np.full((stages, 1), key.size)], axis=1)
     at = np.zeros(stages, dtype=np.int64)
@@ -348,16 +355,16 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
         done[key[ready, here]] = tick
         at[ready] += 1
     if (at < number).any():
-        raise ValueError("the stages wait for each other in a circle")
+        raise ValueError("the stages wait for each other in a cycle")
     return Columns(*(column.ravel() for column in rows))
 
 
 def _in_turns(empty: Schedule) -> Columns:
     """Returns the rows of a program whose stages all run one loop.
 
-    GPipe's backward mirrors its forward, as a differentiated loop does. In a turn of
-    1F1B a stage does a forward and then a backward, each if there is one: forward ``m``
-    in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
+    GPipe's backward mirrors its forward, as in a differentiated loop. In a turn of
+    1F1B, a stage computes a forward and then a backward, if it has one of each: forward
+    ``m`` in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
     """
     stages, count = empty.num_stages, empty.num_micro_batches
     grid = np.indices((2, stages, count)).reshape(3, -1)

@@ -1,8 +1,8 @@
 """Simulates pipeline schedules: computes when each row of a schedule ends.
 
-The simulation does not depend on the kind of schedule, which ``schedules`` makes. It
-reads only rows, their dependencies, and whether stages synchronise after a turn.
-``time_schedule`` does it for a plan, with the predicted seconds of its stages.
+The simulation is the same for all schedules. It reads only rows, their dependencies,
+and whether stages synchronise after a turn. ``time_schedule`` simulates the schedule of
+a plan, with the predicted seconds of its stages.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from whalejax.planner.plan_errors import PlanError
 
 
 STEADY_AFTER = 3
-"""Micro-batches per stage after which each further one adds the same time."""
+"""Number of micro-batches per stage after which each further one adds equal time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTimeline:
-    """A schedule in seconds.
+    """End of each row of a schedule, and the step time.
 
     Attributes:
         step_seconds: Seconds until the last action ends.
-        ends_seconds: End of each row, in the schedule's order.
-        busy_seconds: Busy seconds of each stage.
+        ends_seconds: End of each row in seconds, in the schedule's order.
+        busy_seconds: Seconds that each stage computes.
     """
 
     step_seconds: float
@@ -52,7 +52,7 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of all stages' time in which they wait."""
+        """Fraction of the time of all stages in which stages wait."""
         whole = self.step_seconds * len(self.busy_seconds)
         return 1.0 - sum(self.busy_seconds) / whole if whole else 0.0
 
@@ -65,21 +65,21 @@ def simulate(
     *,
     weight_seconds: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Simulates a schedule.
+    """Computes when each row of a schedule ends.
 
     Args:
-        table: The schedule.
+        table: Pipeline schedule.
         forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
-            stage (stages × chunks, in the model's order).
-        transfer_seconds: Seconds of a transfer to the next virtual stage, if it is on
-            another stage. Sending does not delay a stage's next action.
-        weight_seconds: Seconds of the gradients of parameters on each virtual stage.
-            Given only if the schedule splits the backward; ``backward_seconds`` are
-            then those of the gradients of inputs.
+            stage, in the model's order.
+        transfer_seconds: Seconds of a transfer to the next virtual stage, if that is on
+            another stage. Sending does not delay the next action. Default: 0.
+        weight_seconds: Seconds of the gradients of parameters on each virtual stage,
+            for a schedule that splits the backward pass; ``backward_seconds`` are then
+            only for the gradients of inputs. Default: None.
 
     Raises:
         PlanError: The times are for another number of virtual stages, or for actions
-            that the schedule lacks; lists all problems.
+            that the schedule does not have; lists all problems.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
@@ -94,14 +94,14 @@ def simulate(
     ends: list[float] = []
     sent: dict[Key, float] = {}
     turn = 0
-    for row in table.rows:  # by tick: in each stage's order, after their dependencies
+    for row in table.rows:  # By tick, so rows follow their dependencies.
         if table.turn(row) > turn:
             turn, free = table.turn(row), [max(free)] * table.num_stages
         key, needed = table.key(row), table.needs(row)
         start, took = free[row.stage], seconds[row.action][key[0]]
-        # The virtual stage's own earlier rows precede it in the stage's order.
+        # In a stage's order, a virtual stage's earlier rows come before.
         if needed is not None and needed[0] != key[0]:
-            # A result has one reader, so it is removed when read.
+            # A result has one reader, so reading removes it.
             start = max(start, sent.pop(needed) + wait)
         free[row.stage] = end = start + took
         busy[row.stage] += took
@@ -122,8 +122,8 @@ class _TickRows:
     Attributes:
         together: Whether all stages synchronise before these rows.
         stages, places, actions: Stage, virtual stage and action of each row.
-        reads, waits: Slots that rows read, and indices of the rows that read.
-        writes, leaves: Slots that rows write, and indices of the rows that write.
+        reads, waits: Slots that are read, and indices of the rows that read them.
+        writes, leaves: Slots that are written, and indices of the rows that write them.
     """
 
     together: bool
@@ -138,11 +138,11 @@ class _TickRows:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A schedule as array operations, which evaluate many sets of times at once.
+    """Schedule as array operations, which evaluate many sets of times at once.
 
     Attributes:
-        table: Schedule; without rows, if it was compiled from its columns.
-        beats: Rows of the schedule, grouped by tick.
+        table: Pipeline schedule; without rows if it was compiled from columns.
+        beats: Rows of the schedule by tick.
         slots: Number of slots that store results until they are read.
     """
 
@@ -158,16 +158,16 @@ class Compiled:
         *,
         weight: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns the step time of many cases, each by the rules of ``simulate``.
+        """Returns the step time of many cases, as ``simulate`` would for each.
 
         Args:
             forward, backward: Seconds on each virtual stage, (virtual stage, case).
             transfer: Seconds from one virtual stage to the next, (case,).
-            weight: Seconds of the gradients of parameters, shaped like ``backward``;
-                only if the schedule splits the backward.
+            weight: Seconds of the gradients of parameters, (virtual stage, case), if
+                the schedule splits the backward pass. Default: None.
 
         Raises:
-            PlanError: As for ``simulate``.
+            PlanError: The times do not fit the schedule, as in ``simulate``.
         """
         table = self.table
         given = _by_action(table, forward, backward, weight)
@@ -194,8 +194,8 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     """Compiles a schedule for repeated evaluation.
 
     Args:
-        table: A legal schedule.
-        columns: Rows of the schedule, if the table has none.
+        table: Pipeline schedule.
+        columns: Rows of the schedule, if ``table`` has none.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> steps = compiled(schedule("gpipe", 2, 3))
@@ -207,7 +207,7 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     key, needs = numbered(table, rows)
     place = rows.chunk * table.num_stages + rows.stage
     turn = rows.tick // table.turn_ticks if table.turn_ticks else 0 * rows.tick
-    # The virtual stage's own earlier rows precede it in the stage's order.
+    # In a stage's order, a virtual stage's earlier rows come before.
     last = table.num_places - 1
     waits = ((rows.action == 0) & (place > 0)) | ((rows.action == 1) & (place < last))
     leaves = ((rows.action == 0) & (place < last)) | ((rows.action == 1) & (place > 0))
@@ -249,7 +249,7 @@ def _window(
 ) -> int:
     """Returns the number of micro-batches whose results need slots of their own.
 
-    When a later micro-batch writes to a slot, its earlier result has been read.
+    When a later micro-batch writes to a slot, the slot's earlier result has been read.
     """
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
@@ -271,8 +271,9 @@ def _by_action(
     for name, values in given.items():
         if name not in table.actions:
             problems.add(
-                f"{name}_seconds is given; {table.name} does not split the backward. "
-                "Add it to backward_seconds, or take the schedule zb-h1"
+                f"{name}_seconds is given, but {table.name} does not split the "
+                "backward pass. Add it to backward_seconds, or choose the schedule "
+                "zb-h1"
             )
         elif len(values) != table.num_places:
             problems.add(
@@ -282,9 +283,9 @@ def _by_action(
             )
     if table.splits_backward and weight is None:
         problems.add(
-            f"weight_seconds is missing; {table.name} splits the backward. Give the "
-            "seconds of the gradient of the parameters at each of "
-            f"{table.num_places} places, and take them off backward_seconds"
+            f"weight_seconds is missing; {table.name} splits the backward pass. Give "
+            f"the seconds of the gradients of parameters on each of {table.num_places} "
+            "virtual stages, and subtract them from backward_seconds"
         )
     problems.raise_if_any()
     return given
@@ -306,10 +307,10 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSchedule:
-    """A schedule in seconds.
+    """Schedule with the time of each row.
 
     Attributes:
-        table: The schedule.
+        table: Pipeline schedule.
         rows: Rows with their times, in the schedule's order.
     """
 
@@ -328,16 +329,16 @@ def table_of(plan: PlanData) -> Schedule:
     """
     stages = plan.stages
     if stages is None:
-        raise PlanError("this plan has no stages, and so no schedule")
+        raise PlanError("this plan has no stages, so it has no schedule")
     number = plan.axis_sizes["stage"]
     count = plan.num_micro_batches
     return schedule(stages.schedule, number, count, stages.chunks)
 
 
 def time_schedule(plan: PlanData) -> TimedSchedule:
-    """Returns the rows of a plan's schedule in seconds.
+    """Returns the rows of a plan's schedule, with their times in seconds.
 
-    If stages run in lockstep, each turn does the forwards of all stages, then their
+    Each turn of stages in lockstep has the forwards of all stages, then their
     backwards, then the transfers. A stage without work waits.
 
     Args:
@@ -372,10 +373,10 @@ def time_schedule(plan: PlanData) -> TimedSchedule:
 
 
 def paced_beside(plan: PlanData) -> list[TimedSchedule]:
-    """Returns the rows of parallel pipelines, each with the micro-batches of its share.
+    """Returns the timed schedules of parallel pipelines, each with its micro-batches.
 
     Args:
-        plan: Plan with stages; for one pipeline, the list has one item.
+        plan: Plan with stages; with one pipeline, the list has one item.
 
     Returns:
         Timed schedule of each pipeline, in node order. Micro-batches are numbered over

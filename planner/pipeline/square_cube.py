@@ -1,9 +1,9 @@
-"""The square-cube law of pipelines: compute grows faster than transfers of stages.
+"""The square-cube law of pipelines: compute time grows faster than transfers.
 
 A stage of width d computes d² work per token, and transfers d values. So over the same
-link wider stages wait less (SWARM, section 3.1). More layers per stage help as much:
-they compute more for the same transfer. Stages are given by their counted work; the law
-predicts other widths relative to theirs.
+link, wider stages wait less (SWARM, section 3.1). More layers per stage also compute
+more for the same transfer. The work of the given stages is counted; the law predicts
+other widths relative to theirs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """One micro-batch at one stage.
+    """Work and transfers of one micro-batch on one stage.
 
     Attributes:
-        flops: FLOPs of products, forward and backward.
-        compute_seconds: Seconds of forward, and of backward with a recomputed forward.
-        received_bytes, sent_bytes: Bytes over the peer's link in each direction.
+        flops: FLOPs of products in both passes.
+        compute_seconds: Seconds of a forward pass, and of a backward pass with a
+            recomputed forward pass.
+        received_bytes, sent_bytes: Bytes that the stage's link carries in each
+            direction.
     """
 
     flops: float
@@ -32,18 +34,18 @@ class StageWork:
         return self.received_bytes + self.sent_bytes
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Returns the seconds over a full-duplex link."""
+        """Returns the seconds of the transfers over a full-duplex link."""
         return max(self.received_bytes, self.sent_bytes) / bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOverLink:
-    """A stage over a link of some bandwidth.
+    """Stage over a link of some bandwidth.
 
     Attributes:
         stage: Number of the stage.
         bytes_per_second: Bandwidth of the link.
-        compute_seconds, wire_seconds: Compute and transfer times of a micro-batch.
+        compute_seconds, wire_seconds: Compute and transfer time of one micro-batch.
     """
 
     stage: int
@@ -64,7 +66,7 @@ class StageOverLink:
 
     @property
     def busy_width(self) -> float:
-        """Least width that keeps the device busy, relative to the stage's own."""
+        """Smallest width that keeps the device busy, relative to the stage's width."""
         return self.wire_seconds / self.compute_seconds
 
     def with_link_speed(self, bytes_per_second: float) -> StageOverLink:
@@ -81,8 +83,8 @@ class StageOverLink:
         """Returns the stage at another width and depth, by the square-cube law.
 
         Args:
-            width: Width relative to the stage's own.
-            layers: Number of layers, relative to the stage's own.
+            width: Width relative to the stage's width.
+            layers: Number of layers relative to the stage's number; default: 1.
         """
         return replace(
             self,

@@ -1,8 +1,8 @@
-"""Cuts a chain of layers into pipeline stages, exactly, by intervals.
+"""Cuts a chain of layers into pipeline stages, exactly.
 
-The slowest stage determines the pace of a pipeline, so the cut minimises the largest
-time of a stage, within every stage's memory. Stages may differ: a slow device gets
-fewer layers, an early stage stores more activations in flight.
+The slowest stage sets the pace of a pipeline, so the cut minimises the largest stage
+time within the memory of each stage. Stages may differ: a slow device has fewer layers,
+and an early stage stores more activations in flight.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One link of the chain, for one micro-batch on the devices of one stage.
+    """One layer of a chain, for one micro-batch on the devices of one stage.
 
     Attributes:
-        seconds: Seconds forward and backward, at speed 1.
+        seconds: Seconds of both passes on devices of speed 1.
         static_bytes: Bytes of parameters, gradients and optimizer state.
-        activation_bytes: Bytes saved for the backward pass.
-        transfer_seconds: Seconds to transfer its result to another stage, and a
-            cotangent back.
+        activation_bytes: Bytes that are saved for the backward pass.
+        transfer_seconds: Seconds to send the result to another stage, and a cotangent
+            back.
     """
 
     seconds: float
@@ -41,9 +41,9 @@ class Stage:
     Attributes:
         speed: Speed relative to the devices on which the layers were timed.
         memory_bytes: Memory of one device.
-        in_flight: Most micro-batches whose activations it stores.
-        seconds: Measured seconds of each layer on these devices, used in place of
-            ``speed``; or empty.
+        in_flight: Largest number of micro-batches in flight.
+        seconds: Measured seconds of each layer on these devices, used instead of
+            ``speed``; empty without measurements.
         kind: Name of the devices' kind.
     """
 
@@ -56,11 +56,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainCut:
-    """Division of a chain into stages.
+    """Division of a chain of layers into stages.
 
     Attributes:
-        counts: Layers of each stage, in order.
-        seconds: Seconds of each stage for one micro-batch, including transfers to it.
+        counts: Number of layers of each stage.
+        seconds: Seconds of one micro-batch on each stage, including transfers to it.
     """
 
     counts: tuple[int, ...]
@@ -68,17 +68,17 @@ class ChainCut:
 
 
 def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
-    """Cuts a chain for the fastest possible slowest stage.
+    """Cuts a chain so that its slowest stage is as fast as possible.
 
-    The result is exact: dynamic programming over (stage, last layer), every stage with
-    at least one layer. Time and memory are O(stages · layers²).
+    The result is exact, by dynamic programming over (stage, last layer). Every stage
+    has at least one layer. Time and memory are O(stages · layers²).
 
     Args:
         layers: Layers in the model's order.
         stages: Stages in the order of the pipeline.
 
     Raises:
-        PlanError: Fewer layers than stages, or no cut fits the memory.
+        PlanError: There are fewer layers than stages, or no cut fits in memory.
 
     >>> found = cut([Layer(seconds=s) for s in (1, 1, 2, 4)], [Stage(), Stage()])
     >>> found.counts, found.seconds
@@ -87,7 +87,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     if not stages or len(layers) < len(stages):
         raise PlanError(
             f"{len(layers)} layers cannot be cut into {len(stages)} stages of at least "
-            "one each. Use fewer stages, or mark finer parts"
+            "one layer each. Use fewer stages, or mark finer parts"
         )
     count = len(layers)
     best = np.full(count + 1, np.inf)
@@ -114,14 +114,14 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
 
 
 def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
-    """Returns the seconds of a stage by first layer and end; infinite if impossible.
+    """Returns the seconds of a stage, by first layer and end; infinite if impossible.
 
     Args:
         layers: Layers in the model's order.
         stage: Devices of the stage.
 
     Raises:
-        PlanError: The stage has times for another number of layers.
+        PlanError: The stage has measured seconds of another number of layers.
 
     >>> interval_seconds([Layer(seconds=2.0), Layer(seconds=4.0)], Stage(speed=2.0))
     array([[inf,  1.,  3.],
@@ -131,9 +131,8 @@ def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
     count = len(layers)
     if stage.seconds and len(stage.seconds) != count:
         raise PlanError(
-            f"a stage of {stage.kind or 'devices'} has seconds of "
-            f"{len(stage.seconds)} layers, and there are {count}. Time each layer once "
-            "on every kind of device"
+            f"a stage of {stage.kind or 'devices'} has seconds of {len(stage.seconds)} "
+            f"layers, but there are {count}. Time each layer once on every device kind"
         )
     work = _sums([layer.seconds for layer in layers]) / stage.speed
     if stage.seconds:
@@ -156,7 +155,7 @@ def _sums(values: Sequence[float]) -> np.ndarray:
 
 
 def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
-    problems = Problems("no cut into stages fits the memory")
+    problems = Problems("no cut into stages fits in memory")
     for index, layer in enumerate(layers):
         needs = [
             layer.static_bytes + layer.activation_bytes * s.in_flight for s in stages
@@ -164,8 +163,9 @@ def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
         short = min(n - s.memory_bytes for n, s in zip(needs, stages, strict=True))
         if short > 0:
             problems.add(
-                f"layer {index} fits no stage: it lacks {short:.0f} bytes on the "
-                "roomiest. Split it over more devices, or checkpoint its activations"
+                f"layer {index} fits in no stage: it lacks {short:.0f} bytes on the "
+                "one with most room. Shard it over more devices, or checkpoint its "
+                "activations"
             )
     if not problems:
         room = sum(s.memory_bytes for s in stages)
@@ -173,6 +173,7 @@ def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
         problems.add(
             f"{len(stages)} stages have {room:.0f} bytes together; parameters, "
             f"gradients and optimizer state alone take {static:.0f}, and activations "
+            "in flight come in addition. Use more stages, or checkpoint activations"
             "in flight come on top. Use more stages, or checkpoint activations"
         )
     return problems.text()

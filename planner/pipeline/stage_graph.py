@@ -17,13 +17,13 @@ HANDED = "handed."
 def stage_graph(
     graph: Graph, dims: Dimensions, division: Division, places: Sequence[int]
 ) -> Graph:
-    """Returns the model of one stage: its operations, with received values as inputs.
+    """Returns the model of one stage, in which received values are inputs.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
         division: Division of the model into parts.
-        places: Parts of the stage.
+        places: Indices of the parts that the stage runs.
     """
     units = division.units
     inside = {index for place in places for index in division.parts[place].units}
@@ -36,7 +36,7 @@ def stage_graph(
     read = {t for op in ops for t in op.operands}
     # Values that are only reported have no operation that reads them.
     read |= {n for place in places for n in division.parts[place].inputs}
-    # Inputs that no stage reads are stored on the first.
+    # Inputs that no stage reads are stored on the first stage.
     everywhere = {n for part in division.parts for n in part.inputs}
     unread = {t.id for t in graph.params} - everywhere if 0 in places else set()
     batch = {role.index for role in dims.batch}
@@ -66,7 +66,7 @@ def stage_graph(
 
 
 def handed_to(division: Division, places: Sequence[int]) -> list[Value]:
-    """Returns the values that one stage receives from others, in order."""
+    """Returns the values that one stage receives from others, in the order of these."""
     return sorted(
         {
             v
@@ -87,5 +87,5 @@ def tensors_of(units: Units, values: Sequence[Value]) -> list[int]:
 
 
 def places_of(stage: int, stages: int, chunks: int) -> tuple[int, ...]:
-    """Returns the parts of a model that a stage runs."""
+    """Returns the indices of the parts of a model that a stage runs."""
     return tuple(range(stage, stages * chunks, stages))

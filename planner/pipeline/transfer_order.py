@@ -1,8 +1,8 @@
 """Orders the rows of a schedule and their transfers for execution.
 
-There is one list for all stages. Every process goes through it in order, runs the rows
-of its own stages, and takes part in their transfers. Two processes never wait for each
-other in a cycle, because both follow one list.
+All stages share one list. Every process goes through the list in order, runs the rows
+of its own stages and takes part in their transfers. So processes never wait for each
+other in a cycle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ScheduledTransfer:
 
     Attributes:
         micro_batch: Number of the micro-batch.
-        source, target: Virtual stages.
+        source, target: Numbers of the sending and the receiving virtual stage.
         action: ``forward`` transfers values, ``backward`` their cotangents.
     """
 
@@ -31,7 +31,7 @@ class ScheduledTransfer:
 
 
 def words_of(event: ScheduleRow | ScheduledTransfer) -> str:
-    """Describes a row or a transfer.
+    """Returns a row or a transfer as text.
 
     >>> words_of(ScheduledTransfer(micro_batch=3, source=0, target=1, action="forward"))
     'what part 0 hands part 1 of micro-batch 3, forward'
@@ -54,14 +54,15 @@ def issue_order(
 ) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
     """Returns all rows and their transfers in a possible order of execution.
 
-    A transfer is placed where both stages have time for it, if every row takes the
-    given time. Elsewhere, devices that run programs in order would wait in the middle
-    of a row. A transfer precedes rows that could begin at the same time.
+    A transfer is where both stages have time for it, if every row takes the given time.
+    Elsewhere, devices that run programs in order would wait in the middle of a row. Of
+    events that could begin at the same time, transfers come first.
 
     Args:
-        table: The schedule.
-        ahead: Pairs of virtual stages: the first sends values to the second.
-        back: Pairs of virtual stages: the first sends cotangents to the second.
+        table: Pipeline schedule.
+        ahead: Pairs of virtual stages, of which the first sends values to the second.
+        back: Pairs of virtual stages, of which the first sends cotangents to the
+            second.
         seconds: Seconds of each action on each virtual stage.
 
     Raises:
@@ -107,7 +108,7 @@ class _Order:
             elif row is not None:
                 self._do(*row)
             else:
-                raise ValueError("the stages wait for each other in a circle")
+                raise ValueError("the stages wait for each other in a cycle")
         return tuple(self.found)
 
     def _next(self, stage: int) -> ScheduleRow | None:

@@ -1,8 +1,8 @@
-"""Assigns layers to stages that cannot divide them evenly, and shards their storage.
+"""Assigns layers to stages that they do not divide evenly, and shards their storage.
 
-Lockstep stages wait for the slowest, so layers are assigned to give it the least work.
-If nothing inside a stage is sharded, only the last stage computes the operations after
-the layers; otherwise all stages do.
+Lockstep stages wait for the slowest, so its work is made as small as possible. If
+nothing inside a stage is sharded, only the last stage computes the operations after the
+layers. If something is, all stages do.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ P = TypeVar("P", bound=PlanData)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSplit:
-    """Layers by stage.
+    """Division of layers among stages.
 
     Attributes:
         length: Total number of layers.
         stages: Number of stages.
-        seconds: Seconds of a layer, and of the last stage's work after the layers.
+        seconds: Seconds of one layer, and of the last stage's work after the layers.
     """
 
     length: int
@@ -53,26 +53,26 @@ class LayerSplit:
 
     @property
     def spared_seconds(self) -> float:
-        """Seconds per turn by which all stages' estimate exceeds the slowest stage.
+        """Seconds per turn by which the estimate exceeds the slowest stage.
 
-        The joint estimate counts the largest number of layers and the operations after
-        the layers; no stage has both.
+        The estimate counts the largest number of layers and the operations after the
+        layers, which no stage has both.
         """
         layer, behind = self.seconds
         return min(behind, (max(self.layers) - self.layers[-1]) * layer)
 
 
 def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
-    """Returns the number of layers that each stage gets.
+    """Returns the number of layers of each stage.
 
-    The numbers are equal if possible; otherwise the slowest stage has the least work,
-    with at least one layer each.
+    The numbers are equal if possible. If not, the slowest stage has as little work as
+    possible, and each stage has at least one layer.
 
     Args:
         length: Total number of layers.
         stages: Number of stages.
-        behind: Time of the operations after the layers, in units of a layer's, if only
-            the last stage computes them.
+        behind: Time of the operations after the layers, divided by the time of a layer,
+            if only the last stage computes them; default: 0.
 
     >>> layers_of(6, 4)
     (2, 2, 1, 1)
@@ -93,17 +93,16 @@ def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
 def seconds_of(
     graph: Graph, shared: StackedLayers, cluster: Cluster, num_micro_batches: int
 ) -> tuple[float, float]:
-    """Returns the seconds of a layer, and of the work after all layers, for one micro-
-    batch.
+    """Returns the seconds per micro-batch of a layer, and of the work after all layers.
 
     Args:
         graph: The captured loss.
         shared: Layers of the loss.
-        cluster: Devices, each computing alone.
+        cluster: Devices, each of which computes alone.
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:
-        Seconds of the forward and backward pass of each.
+        Seconds of both passes of a layer, and of the work after all layers.
     """
     depth = len(shared.position)
     inside = [op.position[:depth] == shared.position for op in graph.ops]
@@ -131,22 +130,23 @@ def parts(shape: Sequence[int], stages: int) -> bool:
     """Returns whether each stage can store a part of every layer of a stack.
 
     Args:
-        shape: Shape of all layers.
+        shape: Shape of the stack.
         stages: Number of stages.
     """
     return any(size % stages == 0 for size in shape[1:])
 
 
 def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
-    """Returns a stack of layers in which each stage stores a part of every layer.
+    """Returns a stack of layers of which each stage stores a part of every layer.
 
     Args:
         leaf: Stack of all layers, with the layout of one stage.
-        mesh: Axis sizes, with that of the stages.
+        mesh: Axis sizes, including ``stage``.
 
     Returns:
-        The leaf with ``stage`` added to its stored layouts, in the dimension that other
-        axes shard least; if none is divisible, every stage stores all of it.
+        The stack with ``stage`` added to its stored layouts, in the dimension that
+        other axes shard least. If no dimension is divisible, every stage stores the
+        full stack.
     """
     stored = [
         ((), *spec[1:])
@@ -173,22 +173,22 @@ def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
 
 
 def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collective]:
-    """Returns a step's exchanges of a stack between stages: parameters, gradients.
+    """Returns the exchanges of a stack between stages in a step, with its gradients'.
 
     Args:
-        leaf: Parameter in its stored layout.
-        most: Number of layers of the stage that has most.
-        mesh: Axis sizes, with that of the stages.
+        leaf: Stack in its stored layout.
+        most: Largest number of layers of a stage.
+        mesh: Axis sizes, including ``stage``.
     """
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
     stored = itemsize_bytes(leaf.dtype)
-    itemsizes = stored, max(4, stored)  # summed in 32 bits or more
+    itemsizes = stored, max(4, stored)  # summed in at least 32 bits
     result = []
     stores = (("parameter", leaf.param_spec), ("gradient", leaf.gradient_spec))
     for (what, spec), itemsize in zip(stores, itemsizes, strict=True):
         apart = any(STAGE in axes for axes in spec)
         if not apart and what == "parameter":
-            continue  # every stage has all of it
+            continue  # Every stage stores all of it.
         if what == "gradient" and not leaf.trained:
             continue
         local = size * itemsize // shards(spec, mesh)
@@ -218,22 +218,23 @@ def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
     layers = ", ".join(map(str, dealt.layers))
     notes = [
         f"stages have {layers} layers: each stores a part of every layer, and parts "
-        "are exchanged for whole layers once in a step, and back for their gradients"
+        "are exchanged for full layers once in a step, and back for their gradients"
     ]
     if not alone:
         notes.append(
-            "stages with fewer layers compute as long as the fullest, because the "
-            "devices inside run the same collectives; what is too much is dropped"
+            "stages with fewer layers compute as long as the stage with most, because "
+            "the devices of a stage run the same collectives; superfluous results are "
+            "dropped"
         )
     return notes
 
 
 def with_layers(plan: P, layers: tuple[int, ...]) -> P:
-    """Returns a plan with other numbers of layers per stage and unchanged predictions.
+    """Returns a plan with other numbers of layers per stage and the same predictions.
 
     Args:
         plan: Plan whose stages have equal numbers of layers.
-        layers: Number of layers of each stage, 1 or more; their sum stays.
+        layers: Number of layers of each stage, 1 or more, with the same sum.
     """
     assert plan.stages is not None
     assert sum(layers) == sum(plan.stages.layers)
@@ -250,5 +251,5 @@ def with_layers(plan: P, layers: tuple[int, ...]) -> P:
 
 
 def stored_bytes(leaf: LeafPlan, mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of a parameter on a device."""
+    """Returns the bytes of a parameter on one device."""
     return int(leaf.nbytes // shards(leaf.param_spec, mesh))

@@ -1,6 +1,7 @@
 """Builds a ``Plan`` from the result of a search: tables, layouts, candidates and notes.
 
-It decides nothing; it makes the plain data that is shown, saved and run.
+The search has made all decisions. This module writes them as the plain data that is
+shown, saved and run.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ FROZEN_SHARE = 0.01
 """Fraction of a device's memory above which non-trainable leaves get a note."""
 
 KEPT_CANDIDATES = 12
-"""Largest number of evaluated candidates that a plan stores, besides up to four that
-lack memory."""
+"""Largest number of evaluated candidates that fit and that a plan stores. A plan stores
+up to four more candidates, which lack memory.
+"""
 
 
 def build_plan(
@@ -60,9 +62,10 @@ def build_plan(
         search: Search that evaluated the candidates.
         weighed: Evaluated candidates, best first.
         cluster, request: Cluster and options that the plan was requested for.
-        precision: Precision, for the plan to store.
+        precision: Name of the precision that the plan stores, such as ``"bf16"``.
         batch: Leaves of the global batch.
-        gap: Fraction of the step by which another plan may be faster, if known.
+        gap: Fraction of the step time by which another plan may be faster; None if
+            unknown.
     """
     chosen = weighed[0]
     best = dataclasses.replace(chosen, memory=search.reported(chosen))
@@ -118,7 +121,7 @@ def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
 def region_tables(
     analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
-    """Returns the tables in the form that plans store, with names, not numbers."""
+    """Returns the tables in the form that plans store, by names."""
     dims = analysed.dims
     return tuple(
         RegionTable(
@@ -178,12 +181,13 @@ def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
 
 
 def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
-    """Returns why a plan that fits was not chosen: its slowdown, and the term of its
-    time that grew most.
+    """Returns why a plan that fits was not chosen.
+
+    The text has the slowdown, and the term of the step time that grew most.
 
     Args:
         best: Time of the chosen plan.
-        other: Time of the plan that was not chosen.
+        other: Time of the other plan.
     """
     slower = other.step_seconds - best.step_seconds
     if slower <= 0:
@@ -244,9 +248,9 @@ def _notes(
 def _held_notes(
     search: Search, mesh: Mapping[str, int], leaves: Sequence[LeafPlan]
 ) -> list[str]:
-    """Returns notes on dimensions that metadata shards and operations need otherwise.
+    """Returns notes on dimensions that operations need in another layout than metadata.
 
-    They are gathered for an operation, or their axis shards another dimension.
+    Such a dimension is gathered for an operation, or its axis shards another dimension.
     """
     specs = {leaf.path: leaf.param_spec for leaf in leaves}
     held: dict[str, list[str]] = {}
@@ -294,7 +298,6 @@ def _sharded(best: LayoutCandidate) -> set[int]:
 
 
 def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Returns notes on sharded dimensions that some operations compute unsharded."""
     return [
         f"{dims.roles[role].name} is the minor part of a dimension for {count} "
         f"operations (the first: {op.kind}{f' at {op.scope}' if op.scope else ''}): no "
@@ -305,7 +308,6 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list
 
 
 def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
-    """Returns notes on dimensions that occur twice in an operation."""
     sharded = _sharded(best)
     moved: dict[int, tuple[int, int]] = {}
     for cut in dims.cuts:
@@ -326,9 +328,10 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[st
 
 
 def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
-    """Returns notes on storage axes over which gradients are reduced unsharded.
+    """Returns notes on axes over which the compiler replaces reduce-scatter by
+    all-reduce.
 
-    Some compilers do this over all chips of a torus.
+    Some compilers do so for the gradients if an axis spans all chips of a torus.
     """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     torus_notes = []
@@ -347,9 +350,7 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
-    """Returns the minor roles in parameters' dimensions that neither the expert nor the
-    tensor axis shards.
-    """
+    """Returns parameters' minor roles that no model axis shards."""
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
     return {

@@ -1,7 +1,7 @@
 """Plans that no executor of this version runs, compared with the best that runs.
 
-An estimate is a plan of the same searches, under a request that ignores the limits of
-the executors. It states what it needs beyond them.
+An estimate comes from the same searches, under a request that ignores the limits of the
+executors. It lists the features that no executor supports.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ NO_SLICES = "no scan over layers slices parameters in host memory"
 
 
 def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
-    """Returns why no executor of this version runs a plan; empty if one does.
+    """Returns the reasons why no executor of this version runs a plan.
 
     Args:
         graph: Captured loss.
         request: Options of the request.
-        plan: Plan of an estimating search.
+        plan: Plan that was searched for as an estimate.
+
+    Returns:
+        The reasons; empty if an executor runs the plan.
     """
     result = []
     if plan.stages is None and not plan.shares and not plan.cluster.is_uniform:
@@ -50,7 +53,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
 def paper_notes(
     found: LayoutCandidate | None, request: Request, plan: Plan
 ) -> Iterator[str]:
-    """Yields notes on a faster plan that no executor of this version runs, and why.
+    """Yields the note on a faster plan that no executor of this version runs.
 
     Args:
         found: Faster plan, or None.
@@ -70,8 +73,8 @@ def paper_note(layout: str, seconds: float, reasons: list[str], plan: Plan) -> s
     """Returns the note on a plan that is faster but that no executor runs.
 
     Args:
-        layout: Text of the layout.
-        seconds: Seconds of a step.
+        layout: Text of the faster plan's layout.
+        seconds: Step time of the faster plan, in seconds.
         reasons: Reasons why no executor of this version runs the faster plan.
         plan: Plan that runs.
     """
@@ -86,7 +89,7 @@ def as_estimate(plan: Plan, reasons: list[str]) -> Plan:
     """Returns the plan, marked as not runnable, with the reasons.
 
     Args:
-        plan: Plan of an estimating search.
+        plan: Plan that was searched for as an estimate.
         reasons: Reasons why no executor runs it.
     """
     notes = (

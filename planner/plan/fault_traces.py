@@ -1,4 +1,4 @@
-"""Failure traces: CSV files of the times when nodes fail and return, and replays."""
+"""Failure traces: reads CSV files of node failures and returns, and replays them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS: Final = ("time", "node", "event")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Failure or return of a node, in seconds since the trace began."""
+    """Failure or return of a node; ``time`` is in seconds since the trace began."""
 
     time: float
     node: str
@@ -33,11 +33,11 @@ class Policy:
     Attributes:
         nodes: Number of nodes of the run.
         step_seconds: Duration of an undisturbed step.
-        interval: Seconds of work between snapshots, if all restart.
-        snapshot: Seconds of a snapshot.
+        interval: Seconds of work between snapshots, for the policy ``"restart"``.
+        snapshot: Seconds that a snapshot takes.
         restart: Seconds from a process's start to its first step.
-        recovery: Seconds that all lose when a node fails or joins an elastic run.
-        speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
+        recovery: Seconds that all nodes of an elastic run lose when one fails or joins.
+        speeds: Relative step speed by number of running nodes, from 0; 1 if all run.
     """
 
     nodes: int
@@ -50,7 +50,7 @@ class Policy:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Returns the events of a CSV file, in order of time.
+    """Returns the events of a CSV file, ordered by time.
 
     Args:
         path: Path of a file with the columns ``time`` (seconds), ``node`` and ``event``
@@ -127,14 +127,14 @@ def nodes_of(events: Sequence[Event]) -> list[str]:
 def simulated(
     policy: Policy, events: Sequence[Event], seconds: float, *, how: str, spares: int
 ) -> float:
-    """Returns useful time over wall time of a trace.
+    """Returns the goodput over a trace: useful time divided by wall time.
 
     Args:
         policy: Costs of failures.
-        events: Events in order of time; nodes without events never fail.
-        seconds: Length of the trace.
-        how: ``"restart"`` or ``"elastic"``.
-        spares: Spare nodes of the trace, beyond those of the run.
+        events: Events ordered by time; nodes without events never fail.
+        seconds: Length of the trace in seconds.
+        how: Recovery policy, ``"restart"`` or ``"elastic"``.
+        spares: Number of spare nodes in addition to the nodes of the run.
     """
     if seconds <= 0:
         return 1.0
@@ -149,14 +149,14 @@ def simulated(
 def _changes(
     policy: Policy, events: Sequence[Event], seconds: float
 ) -> list[tuple[float, int, str]]:
-    """Returns the times at which nodes failed and were started again, in order."""
+    """Returns failures and restarts by time, as (seconds, −1 or 1, node)."""
     changes: list[tuple[float, int, str]] = []
     back: dict[str, tuple[float, int, str]] = {}
     for event in events:
         if event.is_down:
             planned = back.pop(event.node, None)
             if planned is not None and planned[0] > event.time:
-                changes.remove(planned)  # It failed again before its restart.
+                changes.remove(planned)  # The node failed again before its restart.
                 continue
             changes.append((event.time, -1, event.node))
         else:
@@ -192,7 +192,7 @@ def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> flo
     for begin, end in merged:
         whole, rest = divmod(end - begin, cycle)
         useful += whole * policy.interval
-        if end == last:  # The last interval is not lost.
+        if end == last:  # The trace ends, so the last interval is not lost.
             useful += min(rest, policy.interval)
     return useful
 
@@ -204,11 +204,7 @@ def _elastic(
     names: Sequence[str],
     spares: int,
 ) -> float:
-    """Returns the useful seconds if the other nodes continue; a failed spare does not
-    stall them.
-
-    Nodes and spares without a name in the trace never fail.
-    """
+    """Returns the useful seconds if other nodes continue without a failed one."""
     takes_part, count = set(names[: policy.nodes]), policy.nodes
     standing_by = [*names[policy.nodes :]]
     standing_by += [""] * (spares - len(standing_by))

@@ -1,11 +1,15 @@
-"""Predicted goodput: useful time over wall time under failures; nothing is run.
+"""Predicts goodput, the useful time over the wall time, under failures.
 
-Each node fails at random (a Poisson process). Three recovery policies are compared: all
-processes restart from the last snapshot; the others continue without the failed node
-until it returns; or a spare replaces it at once. The first has a closed form (J. T.
-Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-FGCS 2006, equation 13; compared with J. W. Young's first-order formula, CACM 1974). For
-the other two, failed nodes are independent, so their number is binomial.
+Each node fails at random (a Poisson process). Three recovery policies are compared:
+
+- All processes restart from the last snapshot.
+- The other nodes continue without the failed node until it returns.
+- A spare replaces the failed node at once.
+
+The first policy has a closed form (J. T. Daly, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", FGCS 2006, equation 13; compared with J. W.
+Young's first-order formula, CACM 1974). For the other two, nodes fail independently, so
+the number of failed nodes is binomial.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MOST_NODES: Final = 1_000_000
-"""Largest number of nodes of a run, and of spares; each is a term of a sum."""
+"""Largest number of nodes of a run, and largest number of spares."""
 
 _LEAST_SECONDS: Final = 1e-9
 _MOST_SECONDS: Final = 1e15
@@ -63,18 +67,21 @@ class Goodput(GoodputDisplay):
     """Useful time over wall time, by recovery policy.
 
     Attributes:
-        restart: Goodput if all restart from the last snapshot.
-        elastic: Goodput if the others continue and the failed node joins again later.
+        restart: Goodput if all processes restart from the last snapshot.
+        elastic: Goodput if the others continue until the failed node joins again.
         spares: Goodput if a spare replaces the failed node at once.
         num_spares: Number of spare nodes.
-        nodes: Number of nodes that can fail, one by one.
+        nodes: Number of nodes of the run; each fails on its own.
         step_seconds: Duration of an undisturbed step.
         failure_seconds: Mean time between failures of any node of the run.
-        snapshot_every: Steps between snapshots for ``restart``, as given or the best.
-        best_snapshot_seconds: Best time between snapshots, by Daly.
-        young_seconds: Best time by Young, √(2 · cost · mean time between failures).
-        lost_restart, lost_elastic: Seconds that a failure costs on average.
-        trace: Goodput over the trace, or None.
+        snapshot_every: Steps between snapshots of ``restart``: as given, else the best.
+        best_snapshot_seconds: Best time between snapshots by Daly's formula, in
+            seconds.
+        young_seconds: Best time by Young's: √(2 · snapshot · mean time between
+            failures).
+        lost_restart, lost_elastic: Mean seconds that one failure costs with each
+            policy.
+        trace: Goodput over a given failure trace, or None.
 
     >>> from whalejax.planner.plan.goodput import goodput_of
     >>> found = goodput_of(1.0, nodes=8, mtbf=80_000, restart=300, snapshot=10)
@@ -99,7 +106,7 @@ class Goodput(GoodputDisplay):
     trace: TraceReplay | None = None
 
     def ways(self) -> list[tuple[str, float]]:
-        """Returns each policy with its goodput; the trace too, if there is one."""
+        """Returns (policy, goodput) pairs, for the failure trace too if it is given."""
         names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
         ways = zip(names, (self.restart, self.elastic, self.spares), strict=True)
         if self.trace is None:
@@ -140,7 +147,7 @@ def goodput(
     nodes: int | None = None,
     trace: str | Path | None = None,
 ) -> Goodput:
-    """Predicts the useful time over wall time of a plan under failures.
+    """Predicts the goodput of a plan under failures: its useful time over wall time.
 
     All times are seconds.
 
@@ -149,15 +156,17 @@ def goodput(
         mtbf: Mean time between failures of one node.
         restart: Seconds from the start of a process to its first step: imports,
             compilation, reading a snapshot.
-        snapshot_every: Steps between snapshots, if all restart; default: the best.
+        snapshot_every: Steps between snapshots if all processes restart; default: the
+            best.
         spares: Number of spare nodes.
         snapshot: Seconds that a step waits for a snapshot.
-        recovery: Seconds that others lose when a node of an elastic run fails or joins.
+        recovery: Seconds that the other nodes lose when a node of an elastic run fails
+            or joins.
         repair: Seconds until a lost node restarts; 0 for a crashed process.
-        nodes: Number of nodes that fail one by one; default: the plan's.
-        trace: A CSV file with columns ``time,node,event``, where an event is ``down``
-            or ``up``. In natural order of their names, the first nodes are those of the
-            run; the others are its spares.
+        nodes: Number of nodes, each of which fails on its own; default: the plan's.
+        trace: Path of a CSV file with columns ``time,node,event``, where an event is
+            ``down`` or ``up``. The first nodes, in natural order of their names, run;
+            the others are spares.
 
     Raises:
         WhaleError: Arguments or the trace cannot be used; lists all problems.
@@ -195,18 +204,19 @@ def goodput_of(
     micro_batches: int | None = None,
     trace: str | Path | None = None,
 ) -> Goodput:
-    """Predicts the goodput of steps of a known length.
+    """Predicts the goodput of a run whose step time is known.
 
     Args:
         step_seconds: Duration of an undisturbed step.
-        micro_batches: Number of micro-batches, which are assigned undivided, so fewer
-            nodes may be slower than in proportion; None divides evenly.
+        micro_batches: Number of micro-batches of a step. A node takes whole
+            micro-batches, so fewer nodes may be slower than in proportion; None divides
+            the work evenly.
         nodes, mtbf, restart, snapshot_every, spares, snapshot: Arguments of
             ``goodput``, unchanged.
         recovery, repair, trace: Arguments of ``goodput``, unchanged.
 
     Raises:
-        WhaleError: Arguments or the trace cannot be used; lists all.
+        WhaleError: Arguments or the trace cannot be used; lists all problems.
     """
     problems = Arguments("wh.goodput")
     _check_seconds(problems, "step_seconds", step_seconds, least=_LEAST_SECONDS)
@@ -284,12 +294,12 @@ def daly_seconds(cost: float, between: float) -> float:
 
 
 def restart_goodput(interval: float, cost: float, away: float, between: float) -> float:
-    """Returns the goodput if all restart (Daly 2006, equation 13).
+    """Returns the goodput if all processes restart (Daly 2006, equation 13).
 
     Args:
         interval: Seconds of work between two snapshots.
         cost: Seconds of a snapshot.
-        away: Seconds from a failure until all run again; they may fail again meanwhile.
+        away: Seconds from a failure until all run again; a failure may interrupt them.
         between: Mean time between failures.
     """
     exponent = (interval + cost) / between
@@ -305,11 +315,11 @@ def elastic_goodput(
     """Returns the goodput if the other nodes continue.
 
     Args:
-        speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
+        speeds: Relative step speed by number of running nodes, from 0; 1 if all run.
         spares: Number of spare nodes.
         mtbf: Mean time between failures of one node.
         away: Seconds until a lost node returns.
-        recovery: Seconds that all lose when a node fails, and again when one joins.
+        recovery: Seconds that all nodes lose when one fails, and again when one joins.
 
     >>> elastic_goodput([0.0, 0.5, 1.0], 0, 99.0, 1.0, 0.0)
     0.99
@@ -328,10 +338,10 @@ def elastic_goodput(
 def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
     """Yields the fractions of the time in which 0, 1, … nodes run; their sum is 1.
 
-    They are binomial: each node runs for mtbf / (mtbf + away) of the time. Logarithms
-    avoid coefficients and powers outside 64-bit floats: ln C(n, k) = lnΓ(n + 1) - lnΓ(k
-    + 1) - lnΓ(n - k + 1) (Abramowitz and Stegun, Handbook of Mathematical Functions,
-    1964, 6.1.5 and 6.1.21).
+    The number of running nodes is binomial, as each node runs for mtbf / (mtbf + away)
+    of the time. Logarithms keep coefficients and powers in the range of 64-bit floats:
+    ln C(n, k) = lnΓ(n + 1) - lnΓ(k + 1) - lnΓ(n - k + 1) (Abramowitz and Stegun,
+    Handbook of Mathematical Functions, 1964, 6.1.5 and 6.1.21).
 
     Args:
         nodes: Total number of nodes.
@@ -352,13 +362,13 @@ def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
 
 
 def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
-    """Returns the speed of a step with fewer nodes over that with all.
+    """Returns the step speed of some nodes, relative to the speed of all.
 
     Args:
-        alive: Nodes that take part.
-        nodes: All nodes of the run.
-        micro_batches: Micro-batches of a step, which are assigned undivided; None
-            divides evenly.
+        alive: Number of nodes that take part.
+        nodes: Number of nodes of the run.
+        micro_batches: Number of micro-batches of a step, each on one node; None divides
+            the work evenly.
 
     >>> speed(3, 4, None), speed(3, 4, 8), speed(0, 4, 8)
     (0.75, 0.6666666666666666, 0.0)
@@ -379,7 +389,6 @@ def _replay_trace(policy: Policy, spares: int, path: Path) -> TraceReplay:
             "spares. Give nodes= and spares= as in the trace"
         )
     seconds = events[-1].time
-    # Events of spares that the run does not have are ignored.
     own = [event for event in events if event.node in names[: policy.nodes]]
     return TraceReplay(
         seconds=seconds,

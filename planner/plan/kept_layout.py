@@ -1,7 +1,7 @@
-"""Settings that keep the layout of a plan when something else of it changes.
+"""Settings that keep the layout of a plan while another setting changes.
 
-A plan whose layout is given takes a fraction of a second, so that sliders can move and
-sizes can be bisected.
+Planning with a given layout takes a fraction of a second. So notebooks can replan as a
+slider moves, and sizes can be found by bisection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.planner.step_options import options_of
 
 _NOTHING = "none"
 _AS_WRITTEN = {"*": "gather"}
-"""Attention of a plan without blocks; left open, blocks would be tried too."""
+"""Setting for a plan without blocked attention; without it, blocks would be tried."""
 
 
 def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,11 +24,12 @@ def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         plan: Plan whose layout is kept.
-        asked: Other changes; ``cluster`` may have more or fewer devices.
+        asked: Other changes by setting; its ``cluster`` may have more or fewer devices.
 
     Returns:
-        The settings, except the number of micro-batches; empty if the mesh cannot have
-        that many devices, or if stages or replicas have layouts of their own.
+        The settings, without ``num_micro_batches`` and the settings in ``asked``. Empty
+        if the mesh does not fit the number of devices, or if stages or replicas have
+        layouts of their own.
     """
     if plan.stage_plans or plan.pipelines or plan.shares:
         return {}

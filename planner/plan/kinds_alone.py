@@ -1,7 +1,7 @@
-"""Notes that devices of one kind alone are faster than a plan on mixed kinds.
+"""Notes on plans for mixed device kinds that are slower than one of the kinds alone.
 
 All devices of a cluster take part in the gradient reduction, even if slow ones compute
-nothing. So the fast ones may be faster without them.
+nothing. So the fast devices may be faster without the slow ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whalejax.planner.search.uneven_replicas import device_kinds, devices_of_kin
 
 
 LESS = 0.1
-"""Least fraction of the step time by which a kind must be faster alone."""
+"""Smallest fraction of the step time that a kind must save alone for a note."""
 
 
 def notes_on_kinds(
@@ -42,7 +42,7 @@ def notes_on_kinds(
         graph: The captured loss.
         request: Options of the search that found the plan.
         known: Programs of the loss that were analysed before.
-        again: Traces other programs of the loss.
+        again: Function that traces other programs of the loss.
         replan: Function that plans the same question for other devices.
     """
     limit = plan.time.step_seconds * (1 - LESS)

@@ -1,8 +1,8 @@
 """Plans with stage programs: each stage has its own program and devices.
 
-The model is cut where its slowest stage is fastest, by predicted cost, or at ``stage``
+The cut points are those with the fastest slowest stage, by predicted cost, or ``stage``
 marks. Each stage is then a model with its own layout, searched on the devices of one
-stage. The schedule's table gives the time of all stages together.
+stage. The simulated schedule gives the step time of all stages together.
 
 The module is long because one class holds all results of a cut: the layouts of its
 stages, their time and memory, and the plan.
@@ -65,11 +65,12 @@ SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
 """Schedules that stage programs can follow."""
 
 SURE = 0.1
-"""Smallest advantage over 1F1B that justifies another schedule, as a fraction of its
-step time. A split backward pass took 1.09 times the CPU time of an unsplit one."""
+"""Smallest gain over 1F1B that justifies another schedule, as a fraction of its step
+time. A split backward pass took 1.09 times the CPU time of an unsplit one.
+"""
 
 CHUNKS = 2
-"""Virtual stages of each stage in an interleaved schedule."""
+"""Virtual stages per stage in an interleaved schedule."""
 
 MOST_CUTS = 4
 """Largest number of cuts to try for stages on mixed device kinds."""
@@ -78,13 +79,14 @@ ESTIMATED = ("offload",)
 """Options that no executor runs in stages; only estimates may have them."""
 
 NEAR = 0.2
-"""Fraction of a stage's step time by which its other layouts may be slower."""
+"""Fraction by which other layouts of a stage may be slower than the chosen one."""
 
 MOST_NEAR, MOST_IMPROVED = 12, 3
-"""Largest numbers of other layouts of a stage, and of plans that they may improve."""
+"""Largest number of other layouts per stage, and of plans whose layouts are improved.
+"""
 
 COUNTS = (2, 4, 8)
-"""Numbers of micro-batches per stage to evaluate."""
+"""Numbers of micro-batches to evaluate, as multiples of the number of stages."""
 
 Traced = Callable[[Remat], DivisibleProgram]
 """Function that returns the captured loss with some TaskGraphs rematerialised."""
@@ -106,16 +108,16 @@ def decide_mpmd(
     """Chooses how to run a model as stage programs.
 
     Args:
-        graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
-            that the request fixes is that of one stage.
+        graph, cluster, request, precision, batch: Arguments of ``decide``. The mesh
+            that the request fixes is the mesh of one stage.
         piped: Requested pipeline settings.
-        traced: Function that traces the loss with a remat policy.
+        traced: Function that returns the captured loss with a remat policy.
         marked: Whether ``stage`` marks set the cut points.
         again: Unused.
-        known_seconds: Step time of a known plan; no slower plan is tried.
+        known_seconds: Step time of a known plan; slower plans are not tried.
 
     Raises:
-        PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
+        PlanError: The pipeline is impossible, nothing fits, or no plan is faster.
     """
     del again
     stages = piped.mesh[STAGE]
@@ -151,7 +153,7 @@ def decide_mpmd(
         found, refused = ask.at_counts(counts, least, known_seconds)
         result += found
         problems += refused
-        # If all are too slow, recomputation makes them slower.
+        # If all plans are too slow, recomputation makes them slower still.
         if any(one.fits for one in result) or not (found or refused):
             break
     if not result:
@@ -166,7 +168,6 @@ def decide_mpmd(
 
 
 def _runner_up_seconds(found: Sequence[_MpmdCandidate]) -> float:
-    """Returns the step time of the second fitting layout; infinite without one."""
     steps: dict[str, float] = {}
     for one in found:
         if one.fits:
@@ -178,26 +179,26 @@ def _runner_up_seconds(found: Sequence[_MpmdCandidate]) -> float:
 def _check_interleaved(
     piped: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> None:
-    """Refuses interleaved schedules if each stage has only one part of the model."""
     if piped.schedule != "interleaved":
         return
     if marked:
         raise PlanError(
-            "the schedule interleaved gives each stage several parts of the model, and "
-            "marks give it one. Drop the marks and give num_stages, or take another "
-            "schedule"
+            "the schedule interleaved needs several parts of the model on each stage, "
+            "but stage marks give each stage one. Drop the marks and give num_stages, "
+            "or choose another schedule"
         )
     if not cluster.is_uniform:
         raise PlanError(
-            "the schedule interleaved gives each stage several parts of the model, and "
-            "stages on devices of unlike kinds have one each. Take another schedule"
+            "the schedule interleaved needs several parts of the model on each stage, "
+            "but stages on devices of several kinds have one each. Choose another "
+            "schedule"
         )
 
 
 def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
     """Returns the sort key of a candidate: whether it lacks memory, then its time.
 
-    1F1B is simplest: another schedule must be faster by more than ``SURE``.
+    1F1B is simplest, so another schedule must be faster by more than ``SURE``.
     """
     seconds = one.time.step_seconds
     plain = one.table.name == "1f1b"
@@ -207,8 +208,9 @@ def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
 def _other_schedules(
     found: Sequence[_MpmdCandidate], known_seconds: float
 ) -> list[_MpmdCandidate]:
-    """Returns plans under other schedules; interleaved only with the numbers of
-    micro-batches of the best ones.
+    """Returns plans of the same programs under other schedules.
+
+    Interleaved schedules are tried only with the best numbers of micro-batches.
     """
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
@@ -217,7 +219,7 @@ def _other_schedules(
         or best.ask.request.one_part
         or best.heterogeneous_placement
     )
-    # Short bubbles favour other numbers of micro-batches than 1F1B does.
+    # With short bubbles, other numbers of micro-batches are best than with 1F1B.
     counts = dict.fromkeys(one.ask.count for one in (best, min(others, key=_slow)))
     for count in counts if several else ():
         if count % best.ask.stages:
@@ -231,12 +233,6 @@ def _other_schedules(
 
 
 def _near(chosen: StageLayout, fitting: Sequence[StageLayout]) -> list[StageLayout]:
-    """Returns the layouts that are nearly as fast as the chosen one, the fastest first.
-
-    Args:
-        chosen: Layout of a stage.
-        fitting: All layouts of the stage that fit.
-    """
     most = chosen.scored.time.step_seconds * (1 + NEAR)
     near = (
         one
@@ -253,7 +249,7 @@ def _remats(request: Request) -> list[Remat]:
 def _counts(
     graph: Graph, request: Request, piped: PipelineConstraints
 ) -> Iterator[tuple[bool, int]]:
-    """Yields whether a number of micro-batches is usual, and it; usual ones first."""
+    """Yields (whether it is usual, number of micro-batches); usual numbers first."""
     if request.num_micro_batches is not None:
         yield True, request.num_micro_batches
         return
@@ -269,9 +265,9 @@ def _counts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ask:
-    """Inputs of candidates with one number of micro-batches of one program.
+    """Inputs of candidates with one number of micro-batches and one remat policy.
 
-    ``priced`` has the stages that were priced with this remat policy.
+    ``priced`` records the stage times that were computed for this remat policy.
     """
 
     cluster: Cluster
@@ -310,11 +306,10 @@ class _Ask:
         least: Mapping[int, float],
         known_seconds: float,
     ) -> tuple[list[_MpmdCandidate], list[PlanError]]:
-        """Returns the plans that may be fast enough, and the errors of the other
-        numbers.
+        """Returns the plans that may be fast enough, and the errors of other numbers.
 
-        ``counts`` has the numbers of micro-batches with the least bounds first, each
-        with whether it is usual. ``least`` has lower bounds on their step seconds.
+        ``counts`` has (is usual, number of micro-batches), by rising bound. ``least``
+        has the lower bound on the step seconds of each number.
         """
         result: list[_MpmdCandidate] = []
         problems: list[PlanError] = []
@@ -331,9 +326,9 @@ class _Ask:
     def candidate_plans(self, limit: float) -> list[_MpmdCandidate]:
         """Returns the plans of two cuts, with the fastest layout that fits each stage.
 
-        The first cut assumes that transfers add to the time of both stages, the second
-        that they overlap with computation. Which is closer depends on the schedule.
-        Plans of ``limit`` or more seconds are left out.
+        The first cut assumes that transfers add to the time of both stages. The second
+        assumes that transfers overlap with computation. The schedule decides which
+        assumption is closer. Plans that take ``limit`` seconds or more are left out.
         """
         cuts: list[object] = []
         candidate_plans: dict[object, _MpmdCandidate] = {}
@@ -354,7 +349,7 @@ class _Ask:
         return [*candidate_plans.values()]
 
     def _fitted(self, found: ModelCut, limit: float, *, hidden: bool) -> _MpmdCandidate:
-        """Returns the plan of a cut, which reserves more if the first lacks memory."""
+        """Returns the plan of a cut, or of another cut if it lacks memory."""
         one = self._in(found, limit)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
@@ -370,8 +365,8 @@ class _Ask:
     def _in(self, found: ModelCut, limit: float) -> _MpmdCandidate:
         """Returns the plan of a cut.
 
-        Slow stages are priced first and, among equals, late ones, as they bound the
-        step most.
+        The layouts of slow stages are searched first, and of late stages among equals.
+        These stages raise the bound on the step time most.
         """
         chosen: dict[int, StageLayout] = {}
         others: dict[int, list[StageLayout]] = {}
@@ -452,7 +447,6 @@ class _Ask:
         return laid_out(graph, part, one, known)
 
     def _batch_bytes(self, tensor: int) -> int:
-        """Returns the bytes of a batch leaf or a stored, transferred activation."""
         leaves = [t.id for t in self.program.graph.tensors if t.kind == "batch"]
         if tensor in leaves:
             sizes = self.request.batch_bytes
@@ -465,8 +459,8 @@ class _Ask:
 class _MpmdCandidate:
     """Candidate plan: a layout for every stage on one mesh, with their joint cost.
 
-    ``memory`` is that of ``fullest``, the stage that uses most of its devices' memory.
-    ``others`` are the layouts of each stage that are nearly as fast as the chosen one.
+    ``memory`` is the memory of ``fullest``, the stage that uses most of its devices.
+    ``others`` has the layouts of each stage that are nearly as fast as the chosen one.
     """
 
     def __init__(
@@ -515,14 +509,13 @@ class _MpmdCandidate:
         return result
 
     def _turn(self, stage: int, laid: StageLayout) -> MicroBatchCost:
-        """Returns the costs of a micro-batch on a stage with a layout."""
         turn = turn_of(laid.search, laid.scored)
         return turn.measured(self.found.grounds[stage].ratio)
 
     def improved(self) -> _MpmdCandidate:
-        """Returns this plan with other layouts of stages that make its step faster.
+        """Returns this plan with other stage layouts, where they make its step faster.
 
-        The layout that is fastest for a stage alone may hold up the others.
+        The fastest layout of one stage may delay other stages.
         """
         best = self
         for stage, others in enumerate(self.others) if self.fits else ():
@@ -584,9 +577,7 @@ class _MpmdCandidate:
 
     @functools.cached_property
     def _handed_bytes(self) -> list[tuple[int, int]]:
-        """Bytes that virtual stages receive in both passes, by micro-batch and
-        device.
-        """
+        """Bytes that each virtual stage's devices receive per micro-batch and pass."""
         graph, units = self.ask.program.graph, self.ask.program.units
         parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
         result = []
@@ -686,7 +677,6 @@ class _MpmdCandidate:
         )
 
     def _lying(self) -> dict[str, Any]:
-        """Returns the devices of stages on mixed kinds, as plans store them."""
         lying = self.found.grounds
         if self.heterogeneous_placement is None:
             return {}

@@ -1,9 +1,9 @@
 """Plans with equal pipeline stages, which one program runs in lockstep.
 
-Each stage stores a part of a scan over layers, on its own devices. The stage with the
-most layers is a model with fewer layers, whose layout is searched on the devices of one
-stage. The schedule's table then gives the number of turns. All stages compute the
-operations before and after the layers, though only the first and last need them.
+Each stage stores some layers of a scan, on its own devices. The stage with most layers
+is searched like a model with that many layers, on the devices of one stage. The
+schedule then gives the number of turns. All stages compute the operations before and
+after the layers, although only the first and last stage need them.
 
 The module is long because one class holds all results of one number of micro-batches:
 its turns, its time and memory, and the plan.
@@ -72,7 +72,7 @@ from whalejax.planner.step_options import STAGE_ESTIMATES, options_off
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
-"""Lockstep schedules, by the name that users give."""
+"""Lockstep schedules by the name that users give."""
 
 
 def decide_stages(
@@ -90,12 +90,13 @@ def decide_stages(
 
     Args:
         graph, cluster, request, precision, batch, again: Arguments of
-            ``spmd_plan.decide``; the mesh that the request fixes is that of one stage.
+            ``spmd_plan.decide``. The mesh that the request fixes is the mesh of one
+            stage.
         piped: Requested pipeline settings.
-        known_seconds: Step time of a known plan; no slower plan is tried.
+        known_seconds: Step time of a known plan; slower plans are not tried.
 
     Raises:
-        PlanError: The pipeline is impossible, nothing fits, or nothing is faster.
+        PlanError: The pipeline is impossible, nothing fits, or no plan is faster.
     """
     shared = StackedLayers.of(graph, every=request.estimate)
     stages = piped.mesh[STAGE]
@@ -128,7 +129,7 @@ def decide_stages(
                 continue
             result.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
             if result[-1].fits:
-                break  # Later stashes recompute more.
+                break  # The remaining stashes recompute more.
     if not (result or problems):
         raise not_faster(stages, known_seconds)
     if not result:
@@ -164,11 +165,11 @@ def _least_steps(
 
 
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
-    """Yields the possible stashes of a micro-batch in flight, with the remat policy.
+    """Yields what may be saved of a micro-batch in flight, each with its remat policy.
 
-    The fastest comes first. Residuals must be written to memory. So it pays to save
-    only products and recompute the operations between them; otherwise the stages'
-    inputs are saved. ``able`` is whether remat policies apply to the layers.
+    The fastest comes first. Saved residuals must be written to memory, so it pays to
+    save only the products and to recompute the operations between them. Else the
+    stages' inputs are saved. ``able`` says whether remat policies apply to the layers.
     """
     if request.remat is None and able:
         for policy in request.policies:
@@ -220,8 +221,8 @@ def _check(shared: StackedLayers, stages: int, request: Request) -> None:
     layers = shared.length
     if stages > layers:
         raise PlanError(
-            f"stage is {stages}, and the model has {layers} layers, of which every "
-            f"stage holds one or more; expected at most {layers}"
+            f"stage is {stages}, but the model has {layers} layers, and each stage "
+            f"needs at least one; expected at most {layers}"
         )
     check_stages(request, stages, most=layers, estimated=STAGE_ESTIMATES)
 
@@ -237,7 +238,7 @@ def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
 class _LockstepCandidate:
     """Candidate with one number of micro-batches: one stage's plan and the joint cost.
 
-    ``stash`` is that of a micro-batch in flight; see ``Stages``.
+    ``stash`` says what is saved of a micro-batch in flight; see ``Stages``.
     """
 
     def __init__(
@@ -267,11 +268,11 @@ class _LockstepCandidate:
         self.stages = self._stages()
         self.time = self._time()
         depth = max(self.table.in_flight)
-        held = depth + 4  # Two in transfer, and two received.
+        held = depth + 4  # Two micro-batches are being sent, and two were received.
         memory = self.best.memory
         stored, copied = self._stack_bytes()
         activations = memory.activations_bytes
-        if stash == "residuals":  # Includes those of the current micro-batch.
+        if stash == "residuals":  # Includes the residuals of the current micro-batch.
             kept = self._kept_bytes()
             activations = max(activations, kept) + (depth - 1) * kept
         self.memory: MemoryTerms = replace(
@@ -317,7 +318,7 @@ class _LockstepCandidate:
 
     @property
     def behind(self) -> TimeTerms:
-        """Time terms of a stage's backward pass of a micro-batch."""
+        """Time terms of a stage's backward pass of one micro-batch."""
         turn = self.turn
         return turn.both if self.stash == "inputs" else turn.both - turn.ahead
 
@@ -330,7 +331,6 @@ class _LockstepCandidate:
         return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
 
     def _between(self) -> list[Collective]:
-        """Returns collectives of activations and shared gradients between stages."""
         count = len(self.shared.carried)
         handed = Collective(
             kind="collective-permute",
@@ -374,7 +374,7 @@ class _LockstepCandidate:
         return total(self.leaves), total(self.best.leaves)
 
     def _gradient_bytes(self, leaf: LeafPlan) -> int:
-        itemsize = 8 if leaf.dtype == "float64" else 4  # summed in 32 bits or more
+        itemsize = 8 if leaf.dtype == "float64" else 4  # summed in at least 32 bits
         parts = int(shards(leaf.gradient_spec, self.best.mesh))
         return math.prod(leaf.shape) * itemsize // parts
 
@@ -389,7 +389,7 @@ class _LockstepCandidate:
         return sum(as_run(c, whole)[1] for c in between)
 
     def _time(self) -> TimeTerms:
-        """Returns the time of all turns; those without a micro-batch are the bubble."""
+        """Returns the time of all turns; turns without a micro-batch are the bubble."""
         stages = self.stages
         return lockstep_step(
             self.turn,
@@ -457,7 +457,6 @@ class _LockstepCandidate:
         return {name for leaf in leaves for name in leaf.roles[0]}
 
     def _leaf(self, leaf: LeafPlan) -> LeafPlan:
-        """Returns a parameter with the stage axis in its layouts."""
         if leaf.path not in self.shared.every_path:
             return leaf
         if not self.dealt.equal:
@@ -504,7 +503,6 @@ class _LockstepCandidate:
         return inside.index(True), len(inside) - inside[::-1].index(True)
 
     def _kept_bytes(self) -> int:
-        """Returns the bytes of the layers' residuals of a micro-batch on one device."""
         analysed = self.decided.analysed
         graph = analysed.graph
         home = {
@@ -525,7 +523,7 @@ class _LockstepCandidate:
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
-    """Returns the error without a plan: the nearest one's, if all lack memory."""
+    """Returns the error with fewest missing bytes, if all lack memory."""
     lacking = [error for error in problems if isinstance(error, NothingFits)]
     if len(lacking) < len(problems):
         return next(error for error in problems if error not in lacking)

@@ -1,9 +1,9 @@
-"""The Plan class for users: its data, with every function on it as a method.
+"""The ``Plan`` class for users: the data of a plan, with all its functions as methods.
 
-A plan names mesh axes, the logical dimension that each axis shards in each TaskGraph,
-the layout of every leaf, and the predicted cost. Nothing in it refers to JAX, so a plan
-made on a laptop can be read, compared and checked anywhere. ``whalejax.compile`` turns
-it into a program.
+A plan has mesh axes, the logical dimension that each axis shards in each TaskGraph, the
+layout of every leaf, and the predicted cost. It contains no JAX objects, so a plan made
+on a laptop can be read, compared and checked on any machine. ``whalejax.compile`` makes
+a program of it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ _INTERNAL_NAMES = frozenset(
     "model_hash optimizer_bytes per_micro_batch precisions product_flops question "
     "replica roles room_bytes scales_loss source storage times trained version".split()
 )
-"""Attributes of a plan that completion does not offer, since other modules
-read them.
+"""Attributes of a plan that completion does not offer, as only other modules use them.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages(StagesData):
-    """A pipeline; see ``StagesData`` for its fields."""
+    """Pipeline of a plan; see ``StagesData`` for its fields."""
 
     plans: tuple[Plan, ...] = ()
 
@@ -71,7 +70,7 @@ _HABITS: Final = {
     "compile": "Write step = wh.compile(plan, loss_fn, model, optimizer=…)",
     "run": "Write step = wh.compile(plan, loss_fn, model, optimizer=…)",
 }
-"""What to write instead of attributes that users expect."""
+"""Advice for attributes that users expect and plans do not have."""
 
 
 @names_arguments(
@@ -84,57 +83,60 @@ _HABITS: Final = {
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.
 
-    ``planner.step_options.StepOptions`` has the other fields of a plan: how a step is
-    computed, such as its remat and offload.
+    ``planner.step_options.StepOptions`` has the other fields of a plan. They say how a
+    step is computed, such as its remat and offload.
 
     Attributes:
         version: Version of the file format.
-        model_hash: Hash of the model, the batch and the marks of the plan.
+        model_hash: Hash of the model, the batch and the annotations.
         cluster: Cluster of the plan.
-        axes: Mesh axes and sizes, outermost first, without sizes of 1.
+        axes: (mesh axis, size) pairs, outermost first, without axes of size 1.
         device_order: For each mesh position, the number of its device in the cluster;
             empty for the cluster's own order.
-        num_micro_batches: Number of parts of the global batch, computed in turn.
-        zero: ZeRO stage over ``data``: 1 shards optimizer state, 2 gradients too. Over
-            ``fsdp`` parameters are always sharded (ZeRO-3).
+        num_micro_batches: Number of micro-batches of a step.
+        zero: ZeRO stage over ``data``: 0, 1 (shards optimizer state) or 2 (gradients
+            too). Over ``fsdp`` parameters are always sharded (ZeRO-3).
         precision: ``"f32"`` (the model's own types), ``"bf16"`` or ``"f16"``.
-        precisions: (TaskGraph, precision) if only some compute in 16 bits; ``"*"``
-            means the others.
+        precisions: (TaskGraph, precision) pairs if TaskGraphs have different
+            precisions; ``"*"`` stands for all others. Empty if ``precision`` holds for
+            all.
         default: Strategy of the operations without a mark, as text, or empty.
         roles: Logical dimensions.
         compute: One table for each TaskGraph.
-        storage: For axes that shard only storage, roles in order of preference.
-        leaves: Parameters; trained ones first, in the order of their tree.
+        storage: For each axis that shards only stored values, logical dimensions in
+            order of preference.
+        leaves: Parameters in the order of their tree, trained ones before others.
         batch: Leaves of the batch.
         batch_tree: Containers of the batch, as text.
-        collectives: Collectives of one step, equal ones merged.
-        time, memory: Predictions by term.
+        collectives: Collectives of one step; equal ones are one entry with a count.
+        time, memory: Predicted seconds and bytes by term.
         candidates: Other evaluated plans, best first.
         notes: Notes for the user.
-        product_flops: FLOPs of matrix products per device and step; 0 in estimates.
-        optimizer_bytes: Unsharded bytes of the planned optimizer's state for all
-            parameters; None if unknown.
+        product_flops: FLOPs of matrix products of one device in a step; 0 in estimates.
+        optimizer_bytes: Bytes of the optimizer's state for all parameters, before
+            sharding; None if unknown.
         work: Size of the model and FLOPs of a step, before sharding; None in files of
             older versions.
         stages: The pipeline, if there is one.
-        shares: Micro-batches of each rank of ``data``, if ranks differ and take
-            undivided micro-batches; empty if every rank has a part of each.
-        pipelines: Plan of each pipeline with all its micro-batches, if pipelines run in
-            parallel; ``stages`` then describes the first.
+        shares: Micro-batches of each rank of ``data`` if ranks compute whole
+            micro-batches of their own. Empty if every rank computes a part of each
+            micro-batch.
+        pipelines: Plan of each pipeline, with all its micro-batches, if several unequal
+            pipelines run in parallel; ``stages`` is then the first pipeline.
         group_size: Number of adjacent samples that stay in one micro-batch.
-        per_micro_batch: Whether the user accepts each micro-batch's own loss, if the
-            samples of a batch are not independent.
+        per_micro_batch: Whether each micro-batch may have a loss of its own although
+            the samples of a batch are not independent, as the user accepted.
         gap: Upper bound on the predicted gain of another plan of one program, as a
             fraction of the step time; None if unknown.
         runnable: Whether ``whalejax.compile`` can run the plan.
-        beyond: Features that only older plan files record, or None.
+        beyond: Unsupported features, as older plan files record them, or None.
         compiler_options: (name, value) pairs of XLA options for the step.
-        swarm: Requirements on a swarm's peers, if the plan is for one; each of
-            ``stages`` is then one peer.
-        tables: Placement of embedding tables, if the model has some; all other fields
-            then describe the rest of the loss, whose batch has the looked-up vectors.
-        source: Name of the model on the command line, then its options, or empty.
-        question: Request that the plan answers, for repeats with changes; not in files.
+        swarm: Requirements on the peers if the plan is for a swarm; one peer then
+            serves one stage. None for other plans.
+        tables: Placement of embedding tables, or None. With tables, all other fields
+            describe the rest of the loss, whose batch contains the looked-up vectors.
+        source: Name of the model on the command line and its options, or empty.
+        question: Request that the plan answers, for planning again; files lack it.
     """
 
     stages: Stages | None = None
@@ -161,16 +163,17 @@ class Plan(PlanDisplay):
         return Plan.from_document, (self.document(),)
 
     def batch_slices(self, node: int) -> tuple[slice, ...]:
-        """Returns the samples of a node in every global batch, with the planned shares.
+        """Returns the samples of a node in every global batch, by the planned shares.
 
         Args:
             node: Number of the node; a process runs one node.
 
         Returns:
-            A slice for each micro-batch of the node, in order.
+            One slice of the global batch for each micro-batch of the node, in order.
 
         Raises:
-            PlanError: No such node, or every device takes a part of each micro-batch.
+            PlanError: The node does not exist, or every device takes a part of each
+                micro-batch.
         """
         return slices_of(self, node)
 
@@ -178,7 +181,7 @@ class Plan(PlanDisplay):
         """Explains a parameter's layout, with the alternatives and their costs.
 
         Args:
-            path: Dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
+            path: Dotted path of a parameter. For a swarm also ``"wire"``, ``"stages"``,
                 ``"micro-batches"``, ``"gradients"`` or ``"synchronous"``.
 
         Raises:
@@ -199,15 +202,14 @@ class Plan(PlanDisplay):
 
         Args:
             changes: ``batch`` (samples of the global batch), ``sequence`` (tokens of a
-                sample), and settings of ``wh.plan``: ``cluster``, ``mesh``, ``zero``,
+                sample), settings of ``wh.plan`` (``cluster``, ``mesh``, ``zero``,
                 ``num_micro_batches``, ``precision``, ``shares``, ``compiler_options``,
-                ``allow_idle``, ``runnable`` and how a step is computed
-                (``UserOptions``); others stay as requested. A fixed number of
-                micro-batches may mean other sizes on another ``cluster``; a note says
-                so.
+                ``allow_idle``, ``runnable``), and fields of ``UserOptions``. Other
+                settings stay as requested. On another ``cluster``, a fixed number of
+                micro-batches may mean micro-batches of another size; a note says so.
 
         Raises:
-            PlanError: The plan was read from a file, which holds no model, or no plan
+            PlanError: The plan was read from a file, which lacks the model, or no plan
                 is possible.
         """
         what_if: Plan = self._require_question("what_if").replan(**changes)
@@ -216,10 +218,10 @@ class Plan(PlanDisplay):
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0
     ) -> Any:
-        """Compiles the plan's training step with the real compiler; nothing is run.
+        """Compiles the plan's training step with the real compiler, without running it.
 
-        A separate process compiles, for hardware that this machine may lack: TPUs need
-        the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
+        A separate process compiles, also for hardware that this machine lacks. TPUs
+        need the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
 
         Args:
             topology: Topology such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``;
@@ -227,12 +229,12 @@ class Plan(PlanDisplay):
             timeout_seconds: Seconds after which the compiler is stopped.
 
         Returns:
-            A ``whalejax.verification.comparison.Verification``: ``print`` shows memory,
-            traffic and products, predicted and compiled.
+            A ``whalejax.verification.comparison.Verification``. ``print`` shows its
+            memory, traffic and products, predicted and compiled.
 
         Raises:
-            PlanError: The plan was read from a file, which holds no model, is not
-                runnable, or is for another number of devices.
+            PlanError: The plan was read from a file, which lacks the model; is not
+                runnable; or is for another number of devices.
             WhaleError: The topology or its compiler is unavailable, or the compiler
                 died or took too long.
         """
@@ -242,20 +244,20 @@ class Plan(PlanDisplay):
     def _require_question(self, what: str) -> PlannedQuestion:
         if self.question is None:
             raise PlanError(
-                f"this plan was read from a file, without its model: {what} has "
-                "nothing to work on. Make it with wh.plan(...)"
+                f"this plan was read from a file, without its model, which {what} "
+                "needs. Make the plan with wh.plan(...)"
             )
         return self.question
 
     def throughput(self, step_seconds: float | None = None) -> Throughput:
-        """Returns the speed and price: tokens a second, FLOP/s, MFU, price of a run.
+        """Returns speed and price: tokens per second, FLOP/s, MFU, price of a run.
 
         Args:
-            step_seconds: Measured seconds of a step; None takes the predicted ones.
+            step_seconds: Measured seconds of a step; default: the predicted seconds.
 
         Raises:
-            PlanError: The plan is from a file that lacks its model's work, or the
-                seconds are not above 0.
+            PlanError: ``step_seconds`` is not above 0, or the plan is from a file
+                without the work of its model.
 
         >>> import jax, jax.numpy as jnp
         >>> import whalejax as wh
@@ -269,7 +271,7 @@ class Plan(PlanDisplay):
         return headline.throughput(self, step_seconds)
 
     def explain(self) -> str:
-        """Explains the plan: deciding terms, alternatives, and unsharded dimensions.
+        """Explains the plan: decisive terms, alternatives and unsharded dimensions.
 
         Returns:
             Lines of text, with numbers.
@@ -277,7 +279,7 @@ class Plan(PlanDisplay):
         return why.explain(self)
 
     def describe(self) -> str:
-        """Places the plan in the taxonomy of distributed training.
+        """Describes the plan in the terms of surveys of distributed training.
 
         Returns:
             Lines of text: parallelism, synchrony, traffic with its topology, and
@@ -286,7 +288,7 @@ class Plan(PlanDisplay):
         return describe.describe(self)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """Returns the changes from this plan to another, with their costs.
+        """Returns the changes from this plan to another, with the cost of each.
 
         Args:
             other: A plan of the same model or of another one, on any cluster.
@@ -303,16 +305,17 @@ class Plan(PlanDisplay):
             (dimension, axes) pairs; None for a dimension that stays unsharded.
 
         Raises:
-            PlanError: One table cannot express the plan; lists dimensions with two
-                meanings.
+            PlanError: One table cannot express the plan. The error lists the dimensions
+                that would need two entries.
         """
         return export.flax_rules(self)
 
     def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Returns the names of the dimensions of every parameter, by its path.
 
-        The names are those of ``flax_rules``: from the model's metadata, or, without
-        metadata, words such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"``.
+        The names are those of ``flax_rules``. They come from the model's metadata.
+        Without metadata they are words such as ``"vocab"``, ``"embed"``, ``"heads"``
+        and ``"mlp"``.
         """
         return export.logical_axes(self)
 
@@ -324,8 +327,8 @@ class Plan(PlanDisplay):
         """Returns the plan as haliax's mappings from named axes to mesh axes.
 
         Returns:
-            The mapping of computation and that of parameters, by the names of
-            ``logical_axes``; neither contains unsharded dimensions.
+            The mapping of activations and the mapping of parameters, by the names of
+            ``logical_axes``. Neither contains unsharded dimensions.
 
         Raises:
             PlanError: One mapping cannot express the plan.
@@ -347,17 +350,17 @@ class Plan(PlanDisplay):
             form: ``"maxtext"`` (rules, for ``custom_mesh_and_rule``), ``"axlearn"``
                 (``mesh_rules``), ``"haliax"`` (axis mappings), ``"levanter"`` (the
                 section ``trainer``), ``"jobset"`` or ``"skypilot"``.
-            name: Name of the job, for a JobSet or SkyPilot.
-            image: Container image, which a JobSet needs.
-            command: Shell command that starts the run; None takes ``whalejax train`` on
-                one host, and ``python train.py`` on several.
+            name: Name of the job, for ``"jobset"`` and ``"skypilot"``.
+            image: Container image; required for ``"jobset"``.
+            command: Shell command that starts the run; default: ``whalejax train`` on
+                one host, ``python train.py`` on several.
 
         Returns:
             Text of the file; a comment at its top lists the decisions that the file
             cannot express.
 
         Raises:
-            PlanError: The format cannot express the plan.
+            PlanError: The format cannot express the plan, or an argument is wrong.
 
         >>> import jax, jax.numpy as jnp
         >>> import whalejax as wh
@@ -383,11 +386,11 @@ class Plan(PlanDisplay):
         """Returns the text of ``print(plan)``, optionally with all rows.
 
         Args:
-            all_rows: Whether to show more than the largest parameters, traffic and
-                reasons.
+            all_rows: Whether to show all parameters, traffic and reasons, not only the
+                largest; default: False.
 
         Returns:
-            Lines as wide as the terminal or ``COLUMNS``; unbroken without either.
+            Lines as wide as the terminal or ``COLUMNS``; without either, long lines.
         """
         return plan_page.page(self, all_rows=all_rows)
 
@@ -409,14 +412,15 @@ class Plan(PlanDisplay):
 
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
-        """Returns the plan that ``document`` wrote.
+        """Returns the plan of a document that ``document`` returned.
 
         Args:
-            document: Document, which stays unchanged.
+            document: Document as JSON data; it is not modified.
             name: Name of the document in errors.
 
         Raises:
-            PlanError: The document is no plan, damaged, edited or of another format.
+            PlanError: The document is no plan, is damaged, was edited or has another
+                format.
         """
         problems = Arguments("Plan.from_document", PlanError)
         problems.of("document", document, dict, "what Plan.document gave")
@@ -426,10 +430,12 @@ class Plan(PlanDisplay):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan; runs or imports nothing that the file names.
+        """Reads a plan from a file, without running or importing anything that it
+        names.
 
         Raises:
-            PlanError: The file is no plan, damaged, edited or of another format.
+            PlanError: The file is no plan, is damaged, was edited or has another
+                format.
         """
         _check_path("Plan.load", path)
         return plan_file.read(cls, path)

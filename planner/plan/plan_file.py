@@ -1,11 +1,17 @@
 """Plan files: writes a plan as a JSON document, and reads it with every check.
 
-A document holds two hashes. ``hash`` covers what the plan's program depends on;
-``document_hash`` covers everything in the document, so that every change is noticed.
-Neither is a signature: whoever writes a file can hash it. So reading also checks for
-impossible numbers, and runs nothing of the file: times and sizes are not negative,
-layouts fit shapes and mesh, and shares add up. Memory matches the parameters' shards
-and the devices' size. All problems are found at once.
+A document holds two hashes. ``hash`` covers what the plan's program depends on.
+``document_hash`` covers all other entries, so every change is noticed. Neither hash is
+a signature, as whoever writes a file can compute it.
+
+Reading runs nothing of a file, and therefore also checks the numbers:
+
+- Times and sizes are not negative.
+- Layouts fit the shapes and the mesh.
+- Shares add up to the number of micro-batches.
+- Memory matches the parameters' shards and fits the devices.
+
+An error lists all problems at once.
 """
 
 from __future__ import annotations
@@ -41,13 +47,14 @@ from whalejax.planner.step_options import option_counts, option_limits
 
 
 LOST_SECONDS: Final = 1e-9
-"""Rounding error below zero that a difference of times may have."""
+"""Seconds below zero that a difference of times may have through rounding."""
 
 SLACK: Final = 2
-"""Factor by which memory may exceed that of the largest device."""
+"""Factor by which the predicted memory may exceed that of the largest device."""
 
 NEAR: Final = 0.01
-"""Fraction by which the memory of parameters may differ from that of their shards."""
+"""Fraction by which the memory of parameters may differ from the bytes of their shards.
+"""
 
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
@@ -58,14 +65,14 @@ _DTYPE: Final = re.compile(
 """Element types as JAX writes them."""
 
 _APART = frozenset("axes cluster compiler_options question stages pipelines".split())
-"""Fields of a plan that are checked elsewhere, or individually."""
+"""Fields of a plan that are checked by functions of their own."""
 
 
 def check_plan(plan: PlanData) -> None:
     """Checks that a plan has no impossible numbers.
 
     Raises:
-        PlanError: Lists every problem, with its place.
+        PlanError: Some numbers are impossible; lists every problem with its field.
     """
     problems = Problems("numbers that no plan has", PlanError)
     _check(plan, "", problems)
@@ -95,11 +102,8 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
         _check(one, f"{where}pipelines[{place}].", problems)
 
 
-# Numbers by their names.
-
-
 def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields numbers that are negative, infinite or above any memory."""
+    """Yields (path, error) of numbers that are negative, infinite or too large."""
     if isinstance(value, tuple):
         for place, item in enumerate(value):
             yield from _unfit(item, f"{path}[{place}]")
@@ -191,7 +195,6 @@ def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks the options that Adasum over ranks rules out."""
     if plan.combine == "mean":
         return
     ranks = plan.axis_sizes.get("data", 1)
@@ -205,13 +208,15 @@ def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
         f"zero {plan.zero}": plan.zero > (plan.combine != "adasum_updates"),
     }
     for name in (name for name, there in others.items() if there):
-        problems.add(f"{where}combine is {plan.combine}; expected no {name} beside it")
+        problems.add(
+            f"{where}combine is {plan.combine}; it cannot be combined with {name}"
+        )
 
 
 def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
-    # Parameters may have a lower resolution than images, which are pooled or cut into
-    # patches.
+    # Images may have more pixels along a dimension than parameters, as models pool them
+    # or cut them into patches.
     commons = {role.name: role.common or role.size for role in plan.roles}
     # In stage programs, the plan of each stage has its own axes.
     mesh = plan.axis_sizes if plan.stages is None else None
@@ -242,17 +247,18 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_trained(plan: PlanData, where: str, problems: Problems) -> None:
-    """Checks that leaf names are unique, and that trained leaves come first."""
     seen: set[str] = set()
     for place, leaf in enumerate(plan.leaves):
         at = f"{where}leaves[{place}]"
         if leaf.path in seen:
-            problems.add(f"{at}.path is {quoted(leaf.path)}, as that of another")
+            problems.add(
+                f"{at}.path is {quoted(leaf.path)}, which another leaf has too"
+            )
         seen.add(leaf.path)
         if leaf.trained and place and not plan.leaves[place - 1].trained:
             problems.add(
-                f"{at}.trained is true behind one that is not; expected those that are "
-                "trained first"
+                f"{at}.trained is true after a leaf that is not trained; expected "
+                "trained leaves first"
             )
 
 
@@ -277,7 +283,7 @@ def _check_spec(
         return
     for size, entry in zip(shape, spec, strict=True):
         over = math.prod(mesh[axis] for axis in entry)
-        if over > 0 and size % over:  # Smaller axes are refused elsewhere.
+        if over > 0 and size % over:  # ``_check_mesh`` refuses smaller axes.
             named = " × ".join(entry)
             problems.add(f"{at}: {named} is {over}, which does not divide {size}")
 
@@ -290,9 +296,7 @@ def _is_dtype(text: str) -> bool:
 
 
 class _OtherContainersError(Exception):
-    """The batch has containers that no plan rebuilds; ``wh.compile`` asks for its
-    structure.
-    """
+    """Plans cannot rebuild the batch's containers."""
 
 
 def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
@@ -300,13 +304,13 @@ def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
     for place, leaf in enumerate(plan.batch):
         if not _is_dtype(leaf.dtype):
             problems.add(
-                f"{where}batch[{place}].dtype is {quoted(leaf.dtype)}; expected as JAX "
-                "says, such as 'float32'"
+                f"{where}batch[{place}].dtype is {quoted(leaf.dtype)}; expected the "
+                "name of a JAX dtype, such as 'float32'"
             )
         if paths.index(leaf.path) < place:
             problems.add(
-                f"{where}batch[{place}].path is {quoted(leaf.path)}, as that of "
-                "another; expected each once"
+                f"{where}batch[{place}].path is {quoted(leaf.path)}, which another "
+                "leaf has too; expected each once"
             )
     if not plan.batch_tree:
         return
@@ -392,7 +396,7 @@ def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
                 f"{given.get(kind.name)}; its stages have {kind.memory_bytes}"
             )
     if parts or plan.num_devices < plan.cluster.num_devices:
-        return  # Parts are checked on their own, or some devices are idle.
+        return  # Some devices are idle, or the plans of the parts are checked.
     for name, there in given.items():
         if plan.memory.params_bytes > SLACK * there:
             problems.add(
@@ -441,7 +445,7 @@ def _check_stages(
 P = TypeVar("P", bound=PlanData)
 
 _READ_TOO: Final = (15, 16)
-"""Older formats that are still read, since their layouts are the same."""
+"""Older formats that are still read, as their fields have the same meaning."""
 
 _VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
 
@@ -453,7 +457,7 @@ def document_of(plan: PlanData) -> dict[str, Any]:
 
 
 def document_hash(data: dict[str, Any]) -> str:
-    """Returns the hash of all other entries of a document, whatever their order.
+    """Returns the hash of all other entries of a document, in any order.
 
     >>> a = {"b": 1, "c": [1.5]}
     >>> document_hash(a) == document_hash({"c": [1.5], "b": 1, "document_hash": "…"})
@@ -471,7 +475,7 @@ def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
         PlanError: The file cannot be written.
     """
     target = Path(path)
-    # No temporary file of ``tempfile``, which only its owner can read.
+    # Files of ``tempfile`` can be read only by their owner.
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         part.write_text(json.dumps(document_of(plan), indent=1))
@@ -479,8 +483,8 @@ def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise PlanError(
-            f"{path}: the plan cannot be written there ({error.strerror}). Give a "
-            "file name in an existing folder that you may write to"
+            f"{path}: the plan cannot be written there ({error.strerror}). Give a file "
+            "name in an existing folder in which you may write"
         ) from error
 
 
@@ -511,15 +515,16 @@ def read(cls: type[P], path: str | os.PathLike[str]) -> P:
 
 
 def from_document(cls: type[P], document: Any, name: str) -> P:
-    """Returns the plan that ``document_of`` wrote.
+    """Returns the plan of a document that ``document_of`` returned.
 
     Args:
-        cls: Class of plans.
-        document: Document as JSON data, which stays unchanged.
+        cls: Class of the plan.
+        document: Document as JSON data; it is not modified.
         name: Name of the document in errors.
 
     Raises:
-        PlanError: The document is no plan, damaged, edited or of another format.
+        PlanError: The document is no plan, is damaged, was edited or has another
+            format.
     """
     if not isinstance(document, dict) or _VERSION not in document:
         raise PlanError(
@@ -540,7 +545,7 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
         raise PlanError(
             f"{name} is a damaged plan: {error}. Make it again with whalejax plan"
         ) from error
-    # The hash of an older plan covers the fields of its version.
+    # The hash of an older plan covers the fields of its own format.
     if whole != stated or (not older and plan.hash != document.get(_HASH)):
         raise PlanError(
             f"{name} was changed by hand or damaged: its content has hash "

@@ -30,18 +30,19 @@ def decide(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> Plan:
-    """Chooses how to run a model on a cluster.
+    """Returns the best plan of one program on all devices of a cluster.
 
     Args:
         graph: The captured loss.
         cluster: Cluster to plan for.
         request: Options of the plan, such as micro-batches and default strategy.
-        precision: Precision to record in the plan.
-        batch: Leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
-            layouts are filled in.
-        again: Traces the loss with TaskGraphs recomputed in the backward pass, with
-            attention in blocks or logits in chunks; None excludes these.
-        known: Cache to share with other searches of the same loss.
+        precision: Name of the precision that the plan stores; default: ``"f32"``.
+        batch: Leaves of the global batch, in the order of ``graph.batch_dims``. The
+            plan adds their layouts.
+        again: Function that traces the loss with other options: TaskGraphs recomputed
+            in the backward pass, attention in blocks, logits in chunks. None excludes
+            these options.
+        known: Cache that other searches of the same loss share; default: None.
 
     Raises:
         PlanError: The marks cannot be obeyed, or no plan fits; lists every problem.

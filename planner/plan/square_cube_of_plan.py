@@ -1,4 +1,4 @@
-"""``wh.square_cube``: a pipeline plan's compute time versus its transfers."""
+"""``wh.square_cube``: compares a pipeline plan's compute time with its transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS: Final = {
     for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
     for unit, bits in (("b", 8), ("B", 1))
 }
-RECOMPUTED: Final = 4 / 3  # forward and backward, with a recomputed forward
+RECOMPUTED: Final = 4 / 3  # FLOPs with a second forward pass, over FLOPs without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class SquareCube(SquareCubeDisplay):
     """The square-cube law on the stages of a plan; ``print`` shows a table.
 
     Attributes:
-        wire: Format on the wire.
-        stages: Stages of the plan, for one micro-batch.
-        rows: Each stage over each link.
+        wire: Wire format of activations and gradients.
+        stages: Work of each stage for one micro-batch.
+        rows: One row for each stage and link.
     """
 
     head: ClassVar[tuple[str, ...]] = (
@@ -51,7 +51,7 @@ class SquareCube(SquareCubeDisplay):
     rows: tuple[StageOverLink, ...]
 
     def utilization(self, bytes_per_second: float, *, overlap: bool = True) -> float:
-        """Returns the lowest utilisation of any stage over one link of the table.
+        """Returns the utilisation over one link of the table, of its slowest stage.
 
         Args:
             bytes_per_second: Bandwidth of the link.
@@ -72,7 +72,7 @@ class SquareCube(SquareCubeDisplay):
         )
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the cells of the table, under ``head``: each stage over each link."""
+        """Returns the rows of the table, in the order of ``head``'s columns."""
         return [
             (
                 rate_words(row.bytes_per_second),
@@ -107,25 +107,25 @@ def square_cube(
     bandwidths: Sequence[str | float] = BANDWIDTHS,
     wire: str = "f32",
 ) -> SquareCube:
-    """Computes the compute and transfer times of a plan's stages.
+    """Compares the compute time of a plan's stages with their transfer time over links.
 
-    For each micro-batch, a stage receives its input for the forward pass, and again for
-    the backward pass, which may run on another peer. It also receives the gradient of
-    its result. It sends its result and the gradient of its input. The batch that enters
-    the first stage is not counted.
+    For each micro-batch, a stage receives its input twice, as another peer may run the
+    backward pass. It also receives the gradient of its result, and sends its result and
+    the gradient of its input. The batch that enters the first stage is not counted.
 
     Args:
         plan: A pipeline plan with stage programs.
-        bandwidths: Bandwidths of links, as ``"200Mb/s"``, ``"1GB/s"`` or bytes per
-            second.
-        wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
+        bandwidths: Bandwidths of links, as ``"200Mb/s"``, ``"1GB/s"`` or numbers in
+            bytes per second.
+        wire: Wire format: ``"f32"`` (default), ``"bf16"`` or ``"int8"``.
 
     Returns:
-        Table; its last column is the least width at which the link keeps devices busy,
-        as a multiple of the plan's width.
+        The table. Its last column is the smallest width of the model at which the link
+        keeps devices busy, as a multiple of the plan's width.
 
     Raises:
-        WhaleError: The plan, a bandwidth or the format is unsuitable.
+        WhaleError: The plan has no stage programs, or a bandwidth or the format is
+            wrong.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -168,19 +168,19 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
     """Returns the work of one micro-batch at each stage of a plan.
 
     Args:
-        plan: Plan with stage programs, one part of the model on each stage.
-        wire: Format on the wire.
+        plan: Plan with stage programs, without virtual stages.
+        wire: Wire format.
 
     Raises:
-        PlanError: The plan has no stage programs, or several parts on each stage.
+        PlanError: The plan has no stage programs, or several virtual stages per stage.
     """
     stages = plan.stages
     if stages is None or not stages.plans or len(stages.paces) != len(stages.plans):
         have = "no stages" if stages is None else f"stages that run {stages.schedule}"
         raise PlanError(
             f"plan has {have}; expected stages with programs of their own, one part of "
-            'the model each. Plan with mesh={"stage": 3} a model whose layers are not '
-            "one scan, or with wh.stage marks"
+            "the model each. Plan with wh.stage marks, or plan a model whose layers "
+            f'are not one scan with mesh={{"stage": 3}}'
         )
     works = []
     for number, (pace, own) in enumerate(zip(stages.paces, stages.plans, strict=True)):
@@ -206,12 +206,12 @@ def border_bytes(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the bytes that a stage's peer receives and sends in both passes.
 
-    The last stage does both passes in one call, which counts as backward.
+    The last stage runs both passes in one call, whose bytes count as backward.
 
     Args:
         plan: Plan with stages.
         number: Number of the stage.
-        wire: Format on the wire.
+        wire: Wire format.
     """
     assert plan.stages is not None
     paces = plan.stages.paces
@@ -231,7 +231,8 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
     """Parses a bandwidth.
 
     Args:
-        rate: Bandwidth as ``"200Mb/s"`` (bits), ``"25MB/s"`` or bytes per second.
+        rate: Bandwidth: ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or a number in
+            bytes per second.
         name: Name of the argument, for the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Refusals and notes that plans with pipeline stages share, under any executor."""
+"""Errors and notes that plans with pipeline stages share, under any executor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from whalejax.planner.search.request import Request
 
 
 UNEVEN = 1.5
-"""Least ratio of a stage's time to an even part that a note reports."""
+"""Smallest ratio of a stage's time to the mean time that a note reports."""
 
 
 class StagedPlan(Protocol):
-    """Evaluated plan in stages."""
+    """Evaluated candidate with stages."""
 
     time: TimeTerms
     memory: MemoryTerms
@@ -31,12 +31,12 @@ class StagedPlan(Protocol):
 
     @property
     def layout(self) -> str:
-        """Describes the layout in words."""
+        """Text of the layout."""
         ...
 
 
 class StageMemoryPlan(StagedPlan, Protocol):
-    """Plan whose stages have their own memory."""
+    """Candidate whose stages have memory of their own."""
 
     room_bytes: int
     fullest: int
@@ -51,10 +51,10 @@ def check_stages(
         request: Options of the request.
         stages: Number of stages.
         most: Largest number of stages.
-        estimated: Options that no executor runs in stages, only for estimates.
+        estimated: Options that no executor runs in stages; estimates may have them.
 
     Raises:
-        PlanError: Names the option and the remedy.
+        PlanError: A request is impossible; names the option and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
     refused = request.refused_by_stages()
@@ -64,7 +64,7 @@ def check_stages(
 
 
 def merged_pipelines_note(graph: Graph) -> str:
-    """Returns the note on several marked pipelines, which are combined into one.
+    """Returns the note that several marked pipelines are planned as one.
 
     Args:
         graph: The captured loss.
@@ -92,7 +92,7 @@ def merged_pipelines_note(graph: Graph) -> str:
 
 
 def uncut(graph: Graph, plan: Plan) -> str:
-    """Returns the note on a stage that a loop makes slowest; else an empty text.
+    """Returns the note on a stage that is slowest because of a loop, or an empty text.
 
     Args:
         graph: The captured loss.
@@ -101,12 +101,15 @@ def uncut(graph: Graph, plan: Plan) -> str:
     said = _lopsided(plan)
     if not said or not graph.layers_in_a_loop:
         return ""
-    return f"{said}: a loop over layers is one part of the model here, and is not cut"
+    return (
+        f"{said}: a loop over layers is one part of the model here, and is not divided"
+    )
 
 
 def lopsided(plan: Plan, *, marked: bool) -> str:
-    """Returns the note on a stage far slower than the others for a reason other than a
-    loop; else an empty text.
+    """Returns the note on a stage that is far slower than others, or an empty text.
+
+    ``uncut`` reports stages that are slow because of a loop.
 
     Args:
         plan: Plan with stage programs.
@@ -118,13 +121,14 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
     if marked:
         return f"{said}, as they are marked"
     return (
-        f"{said}: a part begins where a parameter is read first, and no such cut is "
-        "more even (layers that read slices of one parameter are one part)"
+        f"{said}: parts of the model begin where a parameter is read first, and no "
+        "other cut is more even (layers that read slices of one parameter are one "
+        "part)"
     )
 
 
 def _lopsided(plan: Plan) -> str:
-    """Describes a stage with far more than an even part of the time, or nothing."""
+    """Returns the text on a stage with far more than the mean time, or none."""
     stages = plan.stages
     if stages is None or not stages.paces:
         return ""
@@ -141,16 +145,17 @@ def _lopsided(plan: Plan) -> str:
     if share * count < UNEVEN:
         return ""
     return (
-        f"one of {count} stages takes {share:.0%} of the time of all (an even part is "
-        f"{1 / count:.0%})"
+        f"one of {count} stages takes {share:.0%} of the time of all stages (an even "
+        f"part is {1 / count:.0%})"
     )
 
 
 def evened(remedy: str) -> str:
-    """Returns the remedy for the uneven stages that ``uncut`` reports.
+    """Returns the remedy for the slow stages that ``uncut`` reports.
 
     Args:
-        remedy: Option that lets one program divide the loop among stages, if any.
+        remedy: Text that names the option with which one program divides the loop among
+            stages; empty if there is none.
     """
     if not remedy:
         return "Write the layers out (of the reference models: scan_layers=False)"
@@ -164,7 +169,7 @@ def evened(remedy: str) -> str:
 def batch_of(
     plans: Sequence[Plan], batch: Sequence[BatchLeaf]
 ) -> tuple[BatchLeaf, ...]:
-    """Returns the batch leaves with the layouts of the first stage that reads them.
+    """Returns the batch leaves; each has the layout of the first stage that reads it.
 
     Args:
         plans: Plan of each stage.
@@ -183,11 +188,11 @@ def batch_of(
 def candidates(
     weighed: Sequence[StagedPlan], best: StagedPlan
 ) -> tuple[Candidate, ...]:
-    """Returns the candidates of a pipeline plan for it to store, best first.
+    """Returns the candidates that a pipeline plan stores, best first.
 
     Args:
         weighed: All evaluated candidates.
-        best: The chosen one.
+        best: Chosen candidate.
     """
     order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
     alike = {one.layout: one for one in reversed(order)} | {best.layout: best}
@@ -226,7 +231,7 @@ def speed_difference_text(seconds: float, best_seconds: float) -> str:
 
 
 def too_large(one: StageMemoryPlan) -> NothingFits:
-    """Returns the error for a plan that lacks memory, naming the stage."""
+    """Returns the error for a plan that lacks memory; it names the stage."""
     need, room = one.memory.total_bytes, one.room_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return NothingFits(

@@ -1,9 +1,9 @@
 """Parallel pipelines on mixed devices, each with its own number of micro-batches.
 
 The devices are divided into equal parts, in node order. Each part runs the full model
-as a pipeline, cut to suit its kinds. Shares are the integers that minimise the time of
-the slowest pipeline, by its schedule's table. Whale instead balances every replica of
-a pipeline equally, with the same number of micro-batches.
+as a pipeline, whose cut points suit its device kinds. Shares are the integers that
+minimise the time of the slowest pipeline under its schedule. Whale instead balances
+every pipeline equally, with the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -45,28 +45,30 @@ from whalejax.planner.sharding.layout import divisors
 
 
 Decide = Callable[[Cluster, Request, float], Plan]
-"""Function that returns the plan of one pipeline on its devices, if its step can take
-less than a number of seconds."""
+"""Function that returns the plan of one pipeline on its devices, or raises an error if
+its step takes longer than a given number of seconds.
+"""
 
 MOST_COUNTS = 3
-"""Largest number of micro-batch counts to evaluate for each number of pipelines."""
+"""Largest number of micro-batch counts to evaluate per number of pipelines."""
 
 MOST_REPLICAS = 16
 """Largest number of parallel pipelines that the planner chooses."""
 
 MUCH = 2.0
-"""Ratio of the time that one pipeline may take to that of another, from which the other
-is tried alone first: it decides sooner that no shares are fast enough."""
+"""Ratio of two pipelines' possible step times from which the pipeline with less time is
+tried first. It shows sooner that no shares are fast enough.
+"""
 
 FAR, LESS = 0.2, 0.05
-"""Fractions of a step time. A larger number of pipelines is not tried if the last
-number was slower than the known plan by the first, and not faster than fewer pipelines
-by the second.
+"""Limits for trying a larger number of pipelines, as fractions of a step time. No
+larger number is tried if the last one was slower than the known plan by more than the
+first, and faster than fewer pipelines by less than the second.
 """
 
 
 class _Pipeline:
-    """One pipeline, and its schedule's times for other numbers of micro-batches."""
+    """One pipeline, with its step times for other numbers of micro-batches."""
 
     def __init__(self, plan: Plan) -> None:
         assert plan.stages is not None
@@ -88,8 +90,9 @@ class _Pipeline:
         return self._known[count]
 
     def most_within(self, seconds: float, most: int) -> int:
-        """Returns the largest number of micro-batches whose step takes less than some
-        seconds, of ``most``.
+        """Returns the largest number of micro-batches, up to ``most``, that is in time.
+
+        A step with that many takes less than ``seconds``.
         """
         return bisect.bisect_left(
             range(1, most + 1), seconds - self.once, key=self.seconds
@@ -97,7 +100,7 @@ class _Pipeline:
 
     @property
     def once(self) -> float:
-        """Seconds after the micro-batches, once in a step."""
+        """Seconds of a step after its micro-batches."""
         plan = self.plan
         return max(0.0, plan.time.step_seconds - self.seconds(plan.num_micro_batches))
 
@@ -109,7 +112,7 @@ class _Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParallelPipelines:
-    """Parallel pipelines, with their all-reduce and its seconds."""
+    """Parallel pipelines, with the all-reduce of their gradients and its seconds."""
 
     plans: tuple[_Pipeline, ...]
     shares: tuple[int, ...]
@@ -170,17 +173,17 @@ def decide_pipelines(
     known_seconds: float = math.inf,
     known: ProgramCache | None = None,
 ) -> Plan:
-    """Chooses how parallel pipelines run a model, with their shares.
+    """Chooses parallel pipelines for a model, and their shares of the micro-batches.
 
     Args:
         graph: The captured loss.
         cluster: Cluster to plan for.
-        request: Options of the request, over all devices; its mesh lacks ``stage``.
+        request: Options of the request for all devices; its mesh lacks ``stage``.
         stages: Number of stages of each pipeline.
         asked: Requested shares in node order, or None.
-        decide: Function that returns the plan of one pipeline.
-        known_seconds: Step time of a known plan. If pipelines are far slower, larger
-            numbers of them are not tried.
+        decide: Function that returns the plan of one pipeline on its devices.
+        known_seconds: Step time of a known plan. If some pipelines are far slower, more
+            pipelines are not tried.
         known: Programs of the loss that were analysed before.
 
     Raises:
@@ -218,8 +221,8 @@ def decide_pipelines(
         raise min(short, key=lambda error: error.lacks_bytes, default=problems[0])
     if not result:
         raise PlanError(
-            f"{request.num_devices} devices make no several pipelines of {stages} "
-            "stages. Take fewer stages, or more devices"
+            f"{request.num_devices} devices are too few for two pipelines of {stages} "
+            "stages. Use fewer stages, or more devices"
         )
     fitting = [one for one in result if one.lacks_bytes <= 0]
     if not fitting:
@@ -235,7 +238,8 @@ def _while_faster(
 ) -> Iterator[_ParallelPipelines]:
     """Evaluates numbers of micro-batches, the fewest first, while more of them help.
 
-    If the fewest do not fit, it goes on from the most, which need the least memory.
+    If the fewest do not fit, it starts again from the most, which need the least
+    memory.
     """
     best, lacking = math.inf, False
     left = [*several]
@@ -243,7 +247,7 @@ def _while_faster(
         try:
             one = weigh(left.pop(-1 if lacking else 0))
         except TooFewParts:
-            raise  # Other numbers of micro-batches need as many parts.
+            raise  # Other numbers of micro-batches need the same parts.
         except NothingFits as error:
             problems.append(error)
             if lacking:
@@ -265,13 +269,13 @@ def _check(
 ) -> None:
     if request.zero:
         raise PlanError(
-            f"zero is {request.zero}: pipelines that take unlike shares each keep the "
-            "whole state of their stages. Drop zero, or the shares"
+            f"zero is {request.zero}: pipelines with unequal shares each store the "
+            "full state of their stages. Drop zero, or the shares"
         )
     if request.offload:
         raise PlanError(
-            f"offload is {list(request.offload)}: pipelines that take unlike shares "
-            "keep everything in the devices' memory. Drop it, or the shares"
+            f"offload is {list(request.offload)}: pipelines with unequal shares store "
+            "everything in the devices' memory. Drop offload, or the shares"
         )
     if asked is not None:
         check_shares(
@@ -298,19 +302,12 @@ class _Parts:
     """Equal parts of a cluster, each for one pipeline.
 
     Attributes:
-        each: Part of each pipeline, in node order.
-        alike: Number of parts by their kinds of devices.
+        each: Devices of each part, in node order.
+        alike: Number of parts by their device kinds.
         size: Number of devices of a part.
     """
 
     def __init__(self, cluster: Cluster, replicas: int, size: int) -> None:
-        """Divides a cluster.
-
-        Args:
-            cluster: Cluster to divide.
-            replicas: Number of parts.
-            size: Number of devices of a part.
-        """
         self.cluster, self.size = cluster, size
         self.each = [cluster.part(size, r * size) for r in range(replicas)]
         self.alike = Counter(_kinds_of(part) for part in self.each)
@@ -324,7 +321,7 @@ class _Parts:
         several: Sequence[int],
         known: ProgramCache,
     ) -> None:
-        """Computes the bounds of ``most_within`` for numbers of micro-batches."""
+        """Computes bounds for ``most_within``, for numbers of micro-batches."""
         one = self.request_of_one(request, 1)
         self._bounds = {
             kinds: StageBounds(graph, part, one, stages, several, known=known)
@@ -332,7 +329,7 @@ class _Parts:
         }
 
     def request_of_one(self, request: Request, count: int) -> Request:
-        """Returns the request for one pipeline that runs all micro-batches.
+        """Returns the request for one pipeline that computes all micro-batches.
 
         Args:
             request: Request for all pipelines.
@@ -348,10 +345,10 @@ class _Parts:
         )
 
     def most_within(self, seconds: float, count: int) -> dict[tuple[str, ...], int]:
-        """Returns the most micro-batches that a pipeline may run in time, by kinds.
+        """Returns the most micro-batches that a pipeline may compute, by device kinds.
 
         Args:
-            seconds: Seconds of a step.
+            seconds: Limit on the seconds of a step.
             count: Number of micro-batches of all pipelines.
         """
         bounds = self._bounds
@@ -370,31 +367,28 @@ def _weigh(
     limit: float,
     count: int,
 ) -> _ParallelPipelines:
-    """Evaluates pipelines with a total number of micro-batches.
-
-    Shares must take less than ``limit`` seconds a step.
-    """
+    """Evaluates pipelines whose step takes less than ``limit`` seconds."""
     one = parts.request_of_one(request, count)
     most = parts.most_within(limit, count)
     pipelines: dict[tuple[str, ...], _Pipeline] = {}
 
     def slowest(kinds: tuple[str, ...]) -> float:
-        """Returns the most seconds that all micro-batches may take on some kinds."""
+        """Returns the seconds within which parts of some kinds must run everything."""
         others = sum(n * most[k] for k, n in parts.alike.items() if k != kinds)
         needed = math.ceil((count - others) / parts.alike[kinds])
         if needed > most[kinds]:
             raise not_faster(stages, limit)
-        # A part that runs the needed micro-batches in time runs all of them, one after
-        # the other, in at most this time.
+        # A part that is fast enough for the micro-batches that it must take can run all
+        # of them, one after the other, in at most this time.
         return limit * count / needed if needed > 0 else math.inf
 
-    # Parts of the same kinds have one plan. The others copy the setting of the first,
-    # so the part with least memory comes first.
+    # Parts of the same kinds have one plan. The others copy the settings of the first
+    # part, so the part with least memory comes first.
     ordered = sorted(parts.each, key=lambda part: part.memory_bytes)
     first = min(ordered, key=lambda part: slowest(_kinds_of(part)))
     limits = [slowest(_kinds_of(part)) for part in (first, ordered[0])]
     if limits[0] * MUCH < limits[1]:
-        # With a setting of its own the pipeline is at least as fast.
+        # A pipeline with settings of its own is at least as fast.
         decide(first, one, limits[0])
     for part in ordered:
         kinds = _kinds_of(part)
@@ -420,7 +414,6 @@ def _kinds_of(part: Cluster) -> tuple[str, ...]:
 
 
 def _check_alike(plans: Sequence[Plan]) -> None:
-    """Refuses pipelines that store a parameter in different shards."""
 
     def stored(plan: Plan) -> dict[str, tuple[object, ...]]:
         return {
@@ -436,7 +429,7 @@ def _check_alike(plans: Sequence[Plan]) -> None:
         if others:
             raise PlanError(
                 f"pipelines 0 and {number} would store {', '.join(sorted(others)[:3])} "
-                "in unlike shards. Fix the axes inside a stage with mesh="
+                "in different shards. Fix the axes inside a stage with mesh="
             )
 
 
@@ -445,10 +438,10 @@ def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
 
 
 def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
-    """Returns shares by speed, changed while the last pipeline then ends earlier.
+    """Returns shares by speed, improved while the last pipeline then ends earlier.
 
-    Better shares give the pipeline that ends last fewer micro-batches, and another one
-    more.
+    Each improvement moves micro-batches from the pipeline that ends last to another
+    one.
     """
     shares = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
     while True:
@@ -465,7 +458,6 @@ def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
 def _exchange(
     plans: Sequence[Plan], cluster: Cluster, stages: int
 ) -> tuple[Collective, float]:
-    """Returns the all-reduce of gradients over pipelines, on the fullest stage."""
     payload = max(
         one.memory.gradients_bytes for plan in plans for one in plan.stage_plans
     )
@@ -486,9 +478,9 @@ def _exchange(
 def _too_large(one: _ParallelPipelines) -> NothingFits:
     total = one.memory.total_bytes
     return NothingFits(
-        f"{one.layout}: a device needs {gigabytes(total)} with what pipelines "
-        f"exchange, {gigabytes(one.lacks_bytes)} more than there is. Use more stages "
-        "or micro-batches, or shard more inside a stage (fsdp, tensor)",
+        f"{one.layout}: a device needs {gigabytes(total)} with the buffers of the "
+        f"gradient reduction, {gigabytes(one.lacks_bytes)} more than it has. Use more "
+        "stages or micro-batches, or shard more inside a stage (fsdp, tensor)",
         lacks_bytes=one.lacks_bytes,
         of_bytes=total - one.lacks_bytes,
         nearest=one.layout,
@@ -544,7 +536,6 @@ def _summed(leaf: LeafPlan) -> LeafPlan:
 
 
 def _time(one: _ParallelPipelines) -> TimeTerms:
-    """Returns the terms of the step, from the pipeline that ends last."""
     ends = [p.seconds(k) for p, k in zip(one.plans, one.shares, strict=True)]
     last = one.plans[ends.index(max(ends))]
     time, exchange = last.plan.time, one.exchange[1]

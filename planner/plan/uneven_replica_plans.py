@@ -1,9 +1,9 @@
 """Plans with different data-parallel replicas, each with its own micro-batches.
 
-A separate search for each kind of device finds the time of a micro-batch on one
-replica, corrected by measurements (``balance.shares``). Shares are the integers that
+A separate search for each device kind finds the time of a micro-batch on one replica.
+Measurements correct this time (``balance.shares``). Shares are the integers that
 minimise the time of the slowest replica. All replicas have the layout of the kind with
-the least memory.
+least memory.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ Decide = Callable[..., Plan]
 """Function that searches for the plan of one replica; see ``spmd_plan.decide``."""
 
 MOST_COUNTS = 5
-"""Largest number of micro-batch counts to evaluate for replicas of one size."""
+"""Largest number of micro-batch counts to evaluate per replica size."""
 
 MANY_DEVICES, MANY_CASES = 8, 8
-"""Above both limits, only cases with estimates near the fastest are evaluated.
+"""Numbers of devices and of cases above which only promising cases are evaluated.
 
-A case is a replica size with a number of micro-batches."""
+A case is a replica size with a number of micro-batches. Estimates choose the promising
+ones."""
 
 LEAST_TRIES, MOST_TRIES = 2, 12
 """Minimum and maximum number of promising cases to evaluate."""
@@ -81,19 +82,19 @@ def decide_shares(
     decide: Decide,
     **options: Any,
 ) -> Plan:
-    """Chooses how replicas on mixed devices run a model, with their shares.
+    """Chooses replicas on mixed devices for a model, and their shares.
 
     Args:
         graph: The captured loss.
         cluster: Cluster to plan for.
-        request: Options of the request; ``decide`` chooses axes other than ``data``.
+        request: Options of the request. ``decide`` chooses the mesh axes but ``data``.
         asked: Requested shares in node order, or None.
         even: Whether all replicas get the same share.
         decide: Function that searches for the plan of one replica.
-        options: Additional options of that search.
+        options: Further arguments of ``decide``.
 
     Returns:
-        The plan, with ``shares``.
+        Plan whose ``shares`` has the micro-batches of each replica.
 
     Raises:
         PlanError: The shares are impossible, or no plan fits.
@@ -114,7 +115,7 @@ def decide_shares(
         return _weigh(graph, cluster, request, case, shared, decide, options)
 
     def promising(size: int, several: Sequence[int]) -> list[int]:
-        """Returns the numbers that may be faster than what fits, descending."""
+        """Returns the numbers that may be faster than the best found, descending."""
         programs: dict[str, Any] = {k: options.get(k) for k in ("again", "known")}
         least = _least_seconds(graph, cluster, request, size, several, **programs)
         return [n for n in several[::-1] if least[n] < tries.best_seconds]
@@ -156,8 +157,8 @@ def _check(
     check_zero(request)
     if request.num_devices < cluster.num_devices:
         raise DeviceCountError(
-            "devices of several kinds have programs of their own, which use all of "
-            "them. Drop allow_idle, or plan for fewer devices"
+            "on devices of several kinds, replicas have unequal shares and use all "
+            "devices. Drop allow_idle, or plan for fewer devices"
         )
     if asked is not None:
         check_shares(graph, request, asked, num_devices=cluster.num_devices)
@@ -184,7 +185,7 @@ class _Tries:
     def leaves_idle(self) -> bool:
         """Returns whether some of the fastest replicas that fit take no micro-batch.
 
-        Then fewer micro-batches, which leave more of them idle, may be faster.
+        If so, fewer micro-batches, which leave more replicas idle, may be faster.
         """
         best = min(self.found, key=_slow, default=None)
         return best is not None and best.fits and min(best.shares) == 0
@@ -193,9 +194,7 @@ class _Tries:
         return min(self.found, key=_slow).case.size
 
     def add(self, size: int, several: Sequence[int]) -> None:
-        """Evaluates replicas of some size; ``several`` has numbers of micro-batches,
-        descending.
-        """
+        """Evaluates replicas of one size; ``several`` is descending."""
         request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
             for count in several:
@@ -213,8 +212,9 @@ class _Tries:
     ) -> None:
         """Evaluates replicas of every size, the smallest first.
 
-        Those on several nodes, beyond the size ``within``, are slower as a rule. If
-        smaller ones fit, only their promising numbers of micro-batches are evaluated.
+        Replicas above the size ``within`` span several nodes, and are usually slower.
+        If smaller replicas fit, only promising numbers of micro-batches are evaluated
+        for them.
         """
         for size, numbers in several.items():
             far = size > within and self.best_seconds < math.inf
@@ -243,7 +243,8 @@ class _Tries:
     def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
         """Evaluates promising replicas, the best first, while they may be the fastest.
 
-        The smallest ratio so far of evaluated to estimated time scales the estimates.
+        Estimates are multiplied by the smallest ratio so far of evaluated to estimated
+        time.
         """
         ratio, tries = 1.0, 0
         for one in likely:
@@ -340,9 +341,9 @@ def _sizes(
     ]
     if not sizes:
         raise PlanError(
-            "replicas lie on one kind, inside a node or on whole ones, and have the "
-            "same number of devices: none "
-            + (f"such has a multiple of {fixed}, as mesh asks" if fixed > 1 else "do")
+            "a replica has devices of one kind, inside one node or on full nodes, and "
+            "all replicas have the same number of devices: none "
+            + (f"has a multiple of {fixed}, as mesh asks" if fixed > 1 else "fits")
             + ("" if data is None else f"; mesh asks for data {data}")
             + ". Change mesh or shares, or plan for one kind"
         )
@@ -360,8 +361,8 @@ def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
             problem = error
     if problem is not None and not result:
         raise DeviceCountError(
-            "a replica lies on one kind, inside a node or on whole ones, of which it "
-            f"has {' or '.join(map(str, sizes))} here: {problem}"
+            "a replica has devices of one kind, inside one node or on full nodes, "
+            f"here {' or '.join(map(str, sizes))}: {problem}"
         )
     return result
 
@@ -379,8 +380,8 @@ def counts(
     Args:
         graph: The captured loss.
         request, asked: Options of the request, and the requested shares.
-        least: Fewest micro-batches that keep all replicas busy.
-        even: Whether all replicas get the same number.
+        least: Smallest number of micro-batches with which all replicas have one.
+        even: Whether all replicas get the same number; default: False.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:
@@ -401,14 +402,7 @@ def _least_seconds(
     several: Sequence[int],
     **programs: Any,
 ) -> dict[int, float]:
-    """Returns lower bounds on the step seconds of replicas.
-
-    Args:
-        graph, cluster, request: Arguments of ``decide_shares``.
-        size: Number of devices of a replica.
-        several: Numbers of micro-batches.
-        programs: Arguments ``again`` and ``known`` of ``StageBounds``.
-    """
+    """Returns lower bounds on the step seconds of replicas, by micro-batches."""
     if not several:
         return {}
     mesh = {**(request.mesh or {}), DATA: 1}
@@ -427,7 +421,7 @@ def _least_seconds(
             bounds[kind.name].seconds(count) / count * ratio
             for kind, ratio in zip(on, ratios, strict=True)
         ]
-        fast = all(seconds)  # 0 means that the search itself reports the reason.
+        fast = all(seconds)  # After 0 seconds the search itself reports the reason.
         result[count] = makespan(shares(count, seconds), seconds) if fast else 0.0
     return result
 
@@ -450,7 +444,7 @@ def _weigh(
         mesh=mesh,
         zero=None,
         is_part=True,
-        # Bytes of one micro-batch: a replica's number of them depends on its share.
+        # Bytes of one micro-batch. A replica's share multiplies them.
         batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
     )
     if case.zero:
@@ -489,7 +483,6 @@ def _weigh(
 
 
 def _pinned(request: Request, plan: Plan) -> Request:
-    """Returns a request that fixes the layout and options of the first kind's plan."""
     return dataclasses.replace(
         request,
         mesh={DATA: 1, **plan.axis_sizes},

@@ -1,7 +1,7 @@
-"""Limits on a search whose ranks of ``data`` combine by Adasum; costs and notes.
+"""Adasum over the ranks of ``data``: its limits on a search, its costs and its notes.
 
-Adasum combines the gradients of several ranks. Each rank computes its own, which is not
-sharded over ``data``. All ranks take equal shares of the batch.
+Adasum combines the gradients of several ranks. So each rank computes gradients of its
+own, which are not sharded over ``data``, and all ranks have equal shares of the batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 
 
 BUFFERS = 3
-"""Copies of a device's gradients in memory while ranks combine: the send buffer, the
-receive buffer, and the results of the levels."""
+"""Number of copies of a device's gradients in memory while ranks combine: send buffer,
+receive buffer, and results of the levels.
+"""
 
 PASSES = 12
-"""Bytes that all levels read and write, as a multiple of the gradients' bytes."""
+"""Bytes that all levels read and write, divided by the bytes of the gradients."""
 
 
 def check_combine(
@@ -41,17 +42,17 @@ def check_combine(
     shares: object,
     others: Iterable[str] = (),
 ) -> None:
-    """Checks that ranks can combine their gradients by Adasum.
+    """Refuses requests under which ranks cannot combine gradients by Adasum.
 
     Args:
         request: Options of the search.
         graph: Captured loss.
-        cluster: Devices and links.
-        shares: Requested micro-batches of each replica.
-        others: Other known problems of the same request.
+        cluster: Devices and links of the cluster.
+        shares: Requested micro-batches of each replica, or None.
+        others: Texts of other known problems of the request; default: none.
 
     Raises:
-        PlanError: Ranks cannot combine; the message lists every problem with a remedy.
+        PlanError: Ranks cannot combine; lists every problem with a remedy.
     """
     if request.combine == "mean":
         return
@@ -88,7 +89,8 @@ def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:
     if way == "adasum_nodes" and len(cluster.nodes) < 2:
         yield (
             f'combine is "{way}", and all {cluster.num_devices} devices are on one '
-            'node, whose ranks are averaged: nothing is left to combine. Take "adasum"'
+            "node, whose ranks are averaged: nothing is left to combine. Choose "
+            '"adasum"'
             ", or a cluster of several nodes"
         )
 
@@ -100,9 +102,10 @@ def _of_shares(request: Request, cluster: Cluster, shares: object) -> Iterator[s
         return
     which = f"shares is {shares}" if len(kinds) == 1 else f"devices are {kinds}"
     yield (
-        f'combine is "{request.combine}", and {which}: ranks then take shares of their '
-        "own, and Adasum knows no weights, so one with more samples would count as one "
-        "with fewer. Leave shares out, on devices of one kind; or leave combine out"
+        f'combine is "{request.combine}", and {which}: ranks would then have unequal '
+        "shares, but Adasum knows no weights, so ranks with few and with many samples "
+        "would count alike. Leave shares out, on devices of one kind; or leave "
+        "combine out"
     )
 
 
@@ -110,20 +113,21 @@ def _of_storage(request: Request) -> Iterator[str]:
     way = request.combine
     if way == "adasum_updates" and request.zero:
         yield (
-            f'zero is {request.zero}, and with combine "{way}" each rank makes updates '
-            "with all of the optimizer's state: expected 0. Give that, or shard over "
-            "the mesh axis fsdp"
+            f'zero is {request.zero}, but with combine "{way}" each rank updates with '
+            "the full optimizer state; expected 0. Give 0, or shard over the mesh axis "
+            "fsdp"
         )
     elif (request.zero or 0) > 1:
         yield (
-            f'zero is {request.zero}, and with combine "{way}" each rank has all of '
-            "its gradients: expected 0 or 1. Give that, or shard over the mesh axis "
+            f'zero is {request.zero}, but with combine "{way}" each rank has its full '
+            "gradients; expected 0 or 1. Give one of these, or shard over the mesh "
+            "axis "
             "fsdp"
         )
     if request.offload:
         yield (
-            f"offload is {', '.join(request.offload)}, and ranks that combine by "
-            "Adasum keep nothing in host memory. Leave one of the two out"
+            f"offload is {', '.join(request.offload)}, but ranks that combine by "
+            "Adasum keep nothing in host memory. Leave offload or combine out"
         )
 
 
@@ -134,8 +138,8 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
         some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
         yield (
             f"{len(unread)} of {len(trained)} trained parameters have no gradient, "
-            f"because the loss does not read them: {some}. There is nothing of them "
-            "to combine; leave them out of trainable="
+            f"because the loss does not read them: {some}. They cannot be combined; "
+            "leave them out of trainable="
         )
     blocks = [
         f"{graph.tensors[t].path} {list(graph.tensors[t].shape)}"
@@ -144,10 +148,10 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
     ]
     if blocks:
         yield (
-            f"{len(blocks)} of {len(trained)} trained parameters are taken in blocks "
-            f"that do not divide them into layers: {', '.join(blocks[:3])}. Adasum "
-            "combines each layer by itself: take single layers, or equal blocks that "
-            "are all layers together; or leave combine out"
+            f"{len(blocks)} of {len(trained)} trained parameters are read in blocks "
+            f"that are not single layers: {', '.join(blocks[:3])}. Adasum combines "
+            "each layer by itself. Read single layers, or equal blocks that together "
+            "are all layers; or leave combine out"
         )
     odd = [f"{t.path} ({t.dtype})" for t in trained if t.dtype.startswith("complex")]
     if odd:
@@ -158,7 +162,7 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
 
 
 def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> bool:
-    """Whether the ranks of a mesh can combine as requested."""
+    """Returns whether the ranks of a mesh can combine as requested."""
     if request.combine == "mean":
         return True
     ranks: int = mesh[DATA]
@@ -169,17 +173,17 @@ def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> 
 
 
 def zero_levels(request: Request, levels: Sequence[int]) -> tuple[int, ...]:
-    """Returns the levels of ZeRO over ``data`` under which ranks can combine."""
+    """Returns the ZeRO stages over ``data`` under which ranks can combine."""
     most = {"mean": 2, "adasum_updates": 0}.get(request.combine, 1)
     return tuple(level for level in levels if level <= most)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCombineCost:
-    """Costs of combining under one layout.
+    """Cost of combining gradients under one layout.
 
     Attributes:
-        collectives: Collectives of one step.
+        collectives: Collectives of one step that combine gradients.
         nbytes: Bytes of a device's gradients in the send buffer.
     """
 
@@ -188,13 +192,13 @@ class GradientCombineCost:
 
 
 class CombiningCosts:
-    """Costs of combining the gradients or updates of all ranks.
+    """Costs of combining the gradients or updates of all ranks, by layout.
 
     Args:
-        graph, dims: Graph of the loss and its logical dimensions.
+        graph, dims: Graph of the loss, and its logical dimensions.
         facts: Parameters of the model.
-        cluster: Devices and links.
-        combine: Method of combining, ``mean`` or a form of Adasum.
+        cluster: Devices and links of the cluster.
+        combine: Combination: ``mean`` or a form of Adasum.
     """
 
     def __init__(
@@ -214,11 +218,11 @@ class CombiningCosts:
     def of(
         self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]
     ) -> GradientCombineCost:
-        """Returns the costs of one layout.
+        """Returns the cost under one layout.
 
         Args:
             layouts: Layout of each group of parameters.
-            mesh: Axis sizes.
+            mesh: Sizes of the mesh axes.
         """
         if self._combine == "mean":
             return GradientCombineCost()
@@ -264,11 +268,11 @@ class CombiningCosts:
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Returns the bytes that ranks average once a step, apart from gradients.
+    """Returns the bytes that ranks average once a step, in addition to gradients.
 
-    These are the loss and its other results, such as metrics and running statistics.
-    Results with a value per sample do not count, nor do results that are unchanged
-    inputs.
+    They are the bytes of the loss and its other results, such as metrics and running
+    statistics. Results with a value per sample, and results that are unchanged inputs,
+    do not count.
     """
     batch = {role.index for role in dims.batch}
     made = {t for op in graph.ops for t in op.results}
@@ -281,7 +285,7 @@ def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
 
 
 def combine_seconds(nbytes: int, cluster: Cluster) -> float:
-    """Returns the seconds of the arithmetic of all levels."""
+    """Returns the seconds of the arithmetic of all levels of Adasum."""
     return float(cluster.slowest.elementwise_seconds(PASSES * nbytes, 0.0))
 
 
@@ -309,14 +313,13 @@ def combine_notes(plan: PlanData) -> list[str]:
     if groups & (groups - 1):
         padded = 2 ** (groups - 1).bit_length()
         notes.append(
-            f"{groups} is no power of two: Adasum pairs them as {padded}, of which "
-            f"{padded - groups} have gradients of zero, which change nothing "
-            "(Adasum(0, b) = b); one without a partner counts as much as each pair "
-            "that it is combined with later"
+            f"{groups} is no power of two: Adasum adds {padded - groups} with "
+            "gradients of zero, which change nothing as Adasum(0, b) = b. One without "
+            "a partner counts as much as each pair that it is later combined with"
         )
     if plan.combine == "adasum_updates":
         notes.append(
-            "checkpoints hold one optimizer state, the mean of the ranks', and any "
-            "plan can go on from them"
+            "checkpoints store one optimizer state, the mean of the ranks' states, "
+            "and runs under any plan can resume from them"
         )
     return notes

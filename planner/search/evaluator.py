@@ -1,8 +1,7 @@
 """Evaluates the time and memory of layouts of one program, as arrays.
 
-Plans, their alternatives and the thousands of layouts of a search are all evaluated
-here. A single case is an array of length one. Memory has the terms of liveness, of the
-batch and of host memory.
+Single plans, their alternatives and the thousands of layouts of a search are all
+evaluated here. A single layout is an array of length one.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from whalejax.planner.sharding.shard_counts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Layouts with their step options; arrays hold one number for each case.
+    """Layouts with their step options; arrays have one number per case.
 
     Attributes:
-        tables: Compute table of each TaskGraph, the same in all cases.
-        cuts: Shard counts of each parameter group.
+        tables: Compute table of each TaskGraph, which all cases share.
+        cuts: Shard counts of each group of parameters.
         accumulates: Whether gradients of several micro-batches are summed, by case.
-        offload: Names of the offloaded memory terms, the same in all cases.
-        in_flight: Number of micro-batches whose activations are saved at once.
+        offload: Names of the offloaded memory terms, which all cases share.
+        in_flight: Number of micro-batches whose activations are saved at a time.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether the compiler postpones products of weights' gradients.
-        stage: Share of the program that a device stores.
+        stage: Share of the program that one device stores.
     """
 
     tables: Mapping[int, Table]
@@ -70,7 +69,7 @@ class StepLayout:
     stage: StageShare = WHOLE_PROGRAM
 
     def take(self, rows: np.ndarray) -> StepLayout:
-        """Selects some of the cases."""
+        """Returns the cases with some indices."""
 
         def some(value: Any) -> Any:
             return value[..., rows] if isinstance(value, np.ndarray) else value
@@ -90,7 +89,7 @@ class MemoryColumns:
     """``MemoryTerms`` of many cases, in whole bytes.
 
     Attributes:
-        terms: Bytes of each term on a device, by term name and case.
+        terms: Bytes of each term on one device, by name of the term and case.
         host: Bytes in host memory, by case.
     """
 
@@ -103,12 +102,12 @@ class MemoryColumns:
         return sum(self.terms.values(), np.zeros(len(self.host)))
 
     def take(self, rows: np.ndarray) -> MemoryColumns:
-        """Selects some of the cases."""
+        """Returns the cases with some indices."""
         terms = {name: values[rows] for name, values in self.terms.items()}
         return MemoryColumns(terms=terms, host=self.host[rows])
 
     def with_rows(self, rows: np.ndarray, other: MemoryColumns) -> MemoryColumns:
-        """Returns a copy whose given rows come from ``other``."""
+        """Returns a copy with the values of ``other`` at some indices."""
 
         def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
             result = before.copy()
@@ -133,13 +132,13 @@ class MemoryColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """Memory of the layouts of one program.
+    """Memory of layouts of one program.
 
     Attributes:
         graph: Captured loss.
         program: Analysed operations of the loss.
         facts: Parameters of the model, in groups of equal ones.
-        hosting: Host-memory limits of the search.
+        hosting: Limits on the state in host memory.
         dims: Logical dimensions of the loss.
     """
 
@@ -151,15 +150,15 @@ class LayoutMemory:
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, int | None], ...]:
-        """Leaves of the batch, and the TaskGraph that reads each first."""
+        """(Leaf of the batch, first TaskGraph that reads it) pairs."""
         return batch_homes(self.graph)
 
     def of(self, one: StepLayout, s: CostSetting) -> MemoryColumns:
-        """Computes the peak memory of a step.
+        """Returns the peak memory of a step.
 
         Args:
             one: Layouts of the cases.
-            s: Mesh sizes and micro-batches of the cases.
+            s: Mesh sizes and numbers of micro-batches of the cases.
 
         Returns:
             Bytes of each memory term, by case.
@@ -196,7 +195,7 @@ class LayoutMemory:
         """Returns the bytes of parameters and other permanent state, by case.
 
         Args:
-            cuts: Shard counts of each parameter group.
+            cuts: Shard counts of each group of parameters.
             offload: Names of the offloaded memory terms.
         """
         result: Any = self.hosting.request.state_bytes
@@ -235,7 +234,7 @@ class LayoutMemory:
 
         Args:
             apart: Whether activations are in host memory.
-            regathers: Whether products gather their weights again backward.
+            regathers: Whether the backward pass gathers the weights of products again.
         """
         course = self.program.course(apart=apart, regathers=regathers)
         return self.program.live_sets(self.graph, self.facts, course)
@@ -247,10 +246,10 @@ class LayoutMemory:
         *,
         only_gradients: bool = False,
     ) -> Any:
-        """Returns the bytes of a device's part of the batch.
+        """Returns the bytes of one device's part of the batch.
 
-        With ``only_gradients``, only leaves count whose gradients a step returns; with
-        several micro-batches these are as large.
+        With ``only_gradients``, only leaves count whose gradients the step returns.
+        These bytes do not depend on the number of micro-batches.
         """
         given = self.hosting.request.batch_bytes
         if not given:
@@ -303,7 +302,7 @@ class Evaluator:
 
     @functools.cached_property
     def layout_memory(self) -> LayoutMemory:
-        """Memory of the layouts."""
+        """Evaluator of the layouts' memory."""
         return LayoutMemory(
             graph=self.graph,
             program=self.program,
@@ -314,7 +313,7 @@ class Evaluator:
 
     @functools.cached_property
     def step_time(self) -> StepTime:
-        """Time of the layouts."""
+        """Evaluator of the layouts' time."""
         return StepTime(
             rows=self.rows,
             facts=self.facts,
@@ -337,7 +336,7 @@ class Evaluator:
 
     @functools.cached_property
     def batch_roles(self) -> frozenset[int]:
-        """Roles of the batch."""
+        """Logical dimensions of the batch."""
         return frozenset(role.index for role in self.dims.batch)
 
     @functools.cached_property
@@ -347,14 +346,13 @@ class Evaluator:
         )
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> CostSetting:
-        """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
+        """Returns the mesh sizes and micro-batches for cost rows.
 
         Args:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
             count: Number of micro-batches, or an array of such numbers.
         """
-        # The graph was traced with one part of the batch; the search varies the total
-        # number of parts.
+        # The graph was traced with one micro-batch. The search varies their number.
         return CostSetting(
             mesh,
             count // self.graph.num_micro_batches,
@@ -375,8 +373,8 @@ class Evaluator:
         Args:
             mesh: Size of each axis; a missing axis has size 1.
             tables: Compute table of each TaskGraph.
-            zero: ZeRO level over ``data``.
-            count: Number of micro-batches of a step.
+            zero: ZeRO stage over ``data``.
+            count: Number of micro-batches in a step.
         """
         first = np.zeros(1, dtype=np.int64)
         grid = LayoutGrid(
@@ -389,10 +387,10 @@ class Evaluator:
         )
 
     def times(self, cases: LayoutCases) -> TimeColumns:
-        """Returns the time of a step, without transfers to host memory.
+        """Returns the time of a step, without transfers to and from host memory.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
         """
         if self.request.combine == "mean":
             return self.step_time.of(cases)
@@ -408,15 +406,15 @@ class Evaluator:
     def near(
         self, cases: LayoutCases, seconds: Any, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
-        """Returns the times of the cases that can be fast enough.
+        """Returns the times of the cases that may be fast enough.
 
-        Transfers to host memory do not count.
+        Transfers to and from host memory do not count.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
-            seconds: Largest seconds of a step, or an array of them by case.
-            sequence_parallel: Whether to include cases that are fast enough only with
-                the sequence sharded between products.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
+            seconds: Largest step time in seconds, or an array of them by case.
+            sequence_parallel: Whether to include cases that are fast enough only if the
+                sequence is sharded between products.
 
         Returns:
             Indices of the cases, and their times.
@@ -445,13 +443,13 @@ class Evaluator:
         """Returns the peak memory of a step.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
             offload: Names of the offloaded memory terms.
             postpones: Whether the compiler postpones products of weights' gradients
-                if gradients are not summed.
-            in_flight: Number of micro-batches whose activations are saved at once; by
-                default that of the request.
-            times: Time terms of the cases, if known.
+                where gradients are not summed; default: False.
+            in_flight: Number of micro-batches whose activations are saved at a time;
+                default: the request's number.
+            times: Time terms of the cases, if they are known.
         """
         number = len(cases)
         gathered = np.zeros(number)
@@ -460,7 +458,7 @@ class Evaluator:
         held = self.request.in_flight if in_flight is None else in_flight
         terms: dict[str, np.ndarray] = {}
         host = np.zeros(number)
-        # In a batch all cases have the same tables.
+        # All cases of an array have the same tables.
         pairs = zip(cases.batches, cases.cuts(self.facts), strict=True)
         for (tables, rows), (_, cuts) in pairs:
             mesh = {axis: sizes[rows] for axis, sizes in cases.mesh.items()}
@@ -482,7 +480,7 @@ class Evaluator:
         return self._with_buffers(cases, MemoryColumns(terms=terms, host=host))
 
     def _with_buffers(self, cases: LayoutCases, found: MemoryColumns) -> MemoryColumns:
-        """Returns the larger of two peaks: within the step, or while ranks combine."""
+        """Returns the larger of two peaks: of the step, and while ranks combine."""
         if self.request.combine == "mean":
             return found
         indices = range(len(cases))
@@ -497,7 +495,7 @@ class Evaluator:
         """Returns the bytes that a device needs throughout a step, by case.
 
         Args:
-            cases: Layouts with their ZeRO levels.
+            cases: Layouts with their ZeRO stages.
             offload: Names of the offloaded memory terms.
         """
         least_memory = np.zeros(len(cases))
@@ -506,9 +504,7 @@ class Evaluator:
         return least_memory
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Returns whether each case can offload a parameter, if ``offload`` names
-        parameters.
-        """
+        """Returns whether each case can offload a parameter, if that is asked for."""
         serves = np.full(len(cases), "params" not in offload)
         for rows, cuts in cases.cuts(self.facts) if not serves.all() else ():
             counts = self.hosting.host_param_counts(cuts, offload)
@@ -525,10 +521,11 @@ class Evaluator:
         """Returns the seconds that offload transfers add to a step, by case.
 
         Args:
-            cases: Layouts with their ZeRO levels and micro-batches.
+            cases: Layouts with their ZeRO stages and numbers of micro-batches.
             offload: Names of the offloaded memory terms.
             times: Time terms of the cases.
-            memory: Memory terms of the cases; without them activations are left out.
+            memory: Memory terms of the cases; without them, transfers of activations do
+                not count.
         """
         offload_seconds = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts) if offload else ():

@@ -1,8 +1,7 @@
-"""Host memory of one search: offload candidates, their bytes and transfer times.
+"""Host memory of one search: what can be offloaded, its bytes and its transfer times.
 
-This module is separate from the search, which queries it for each layout. The
-offloadable activations, parameters and state depend on the model and its optimizer
-alone.
+The offloadable activations, parameters and state depend only on the model and its
+optimizer. The search asks this module for the costs under each layout.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class HostMemoryLimits:
     """Offloadable state of one search, its bytes and its transfer times.
 
     Attributes:
-        program: Program that is planned.
-        cluster: Devices and links.
+        program: Analysed operations of the loss.
+        cluster: Devices and links of the cluster.
         request: Options that the user fixed.
-        facts: Parameters of the model.
+        facts: Parameters of the model, in groups of equal ones.
     """
 
     program: AnalysedProgram
@@ -54,8 +53,9 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def streamed(self) -> OffloadableState:
-        """State that the optimizer can update in chunks. In estimates, all state if the
-        optimizer can update none in chunks.
+        """State that the optimizer can update in chunks.
+
+        Estimates assume all state if the optimizer can update none in chunks.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -75,7 +75,7 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def leaves(self) -> list[bool]:
-        """Whether each parameter may be in host memory itself."""
+        """Whether each parameter itself may be in host memory."""
         sliced, streamed = self.program.sliced, self.streamed.params
         anywhere = self.request.estimate and not sliced
         return [
@@ -85,19 +85,19 @@ class HostMemoryLimits:
 
     @property
     def is_host_memory_known(self) -> bool:
-        """Whether the cluster gives the size and the transfer rate of host memory."""
+        """Whether the cluster gives the size and transfer rate of host memory."""
         return hosts_known(self.cluster)
 
     @property
     def nothing(self) -> str:
-        """Why the model lacks state to offload as requested; empty if it has all."""
+        """Reason why the model cannot offload as requested; empty if it can."""
         asked = self.request.offload or ()
         if "activations" in asked and not self.program.waiting:
             return NOTHING_WAITS
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
     def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
-        """Whether some parameter can be offloaded, if ``offload`` names parameters.
+        """Returns whether some parameter can be offloaded, if ``offload`` asks for it.
 
         Args:
             layouts, offload: Arguments of ``params_on_host``.
@@ -105,9 +105,7 @@ class HostMemoryLimits:
         return "params" not in offload or any(self.params_on_host(layouts, offload))
 
     def on_paper(self) -> list[Offload]:
-        """Returns the offload options that only estimates have: no executor of this
-        version supports them.
-        """
+        """Returns offload options for estimates, which no executor supports."""
         if not self.is_host_memory_known:
             return []
         runs = dataclasses.replace(
@@ -117,14 +115,15 @@ class HostMemoryLimits:
         return [one for some in self.options() for one in some if one not in kept]
 
     def options(self) -> Iterator[list[Offload]]:
-        """Yields lists of offload options; options with more terms come later, for use
-        if those with fewer do not fit.
+        """Yields lists of offload options, from few to many offloaded terms.
+
+        A list is used only if no option of the lists before it fits.
         """
         asked = self.request.offload
         yield [() if asked is None else asked]
         if asked is not None or not self.is_host_memory_known:
             return
-        # Some optimizers need all their state at once.
+        # Some optimizers read all their state at once.
         there = {
             "optimizer": any(self.state),
             "activations": bool(self.program.waiting),
@@ -145,9 +144,9 @@ class HostMemoryLimits:
         """Returns the bytes of one device's optimizer state in host memory, by case.
 
         Args:
-            cuts: Shard counts of each parameter group.
+            cuts: Shard counts of each group of parameters.
             offload: Names of the offloaded memory terms.
-            shares: Fraction of each parameter group on the device; None for all.
+            shares: Fraction of each group of parameters on the device; None for all.
         """
         if "optimizer" not in offload:
             return 0
@@ -168,8 +167,8 @@ class HostMemoryLimits:
     ) -> list[bool]:
         """Returns whether each parameter is in host memory.
 
-        A parameter stays on the device if its update uses other shards than its
-        storage: it would have to be unsharded on the device first.
+        A parameter stays on the device if it is stored in other shards than it is
+        updated in, as it would have to be gathered on the device before its update.
 
         Args:
             layouts: Layout of each group of parameters.
@@ -185,10 +184,10 @@ class HostMemoryLimits:
     def host_param_counts(
         self, cuts: Sequence[LeafShardCounts], offload: Offload
     ) -> list[Any]:
-        """Returns the number of each group's parameters in host memory, by case.
+        """Returns how many parameters of each group are in host memory, by case.
 
         Args:
-            cuts: Shard counts of each parameter group.
+            cuts: Shard counts of each group of parameters.
             offload: Names of the offloaded memory terms.
         """
         host_param_counts: list[Any] = [0] * len(cuts)
@@ -205,7 +204,7 @@ class HostMemoryLimits:
         """Returns the bytes of one device's parameters in host memory, by case.
 
         Args:
-            cuts: Shard counts of each parameter group.
+            cuts: Shard counts of each group of parameters.
             offload: Names of the offloaded memory terms.
         """
         groups = zip(
@@ -224,16 +223,15 @@ class HostMemoryLimits:
         passes: tuple[Any, Any],
         count: Any,
     ) -> Any:
-        """Returns the seconds that transfers to and from host memory add to a step; 0
-        if no rate is known.
+        """Returns the seconds that transfers to and from host memory add to a step.
 
-        Arrays hold one number for each case.
+        They are 0 if the transfer rate is unknown. Arrays have one number per case.
 
         Args:
-            state: Bytes of optimizer state on one device.
-            params: Bytes of parameters on one device, which each pass reads.
+            state: Bytes of optimizer state of one device.
+            params: Bytes of parameters of one device, which each pass reads.
             waiting: Bytes of activations of one micro-batch on one device.
-            passes: Compute seconds of one micro-batch, forward and backward.
+            passes: Compute seconds of one micro-batch in the forward and backward pass.
             count: Number of micro-batches in a step.
         """
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
@@ -241,7 +239,7 @@ class HostMemoryLimits:
             return 0.0
         moved = waiting + params
         each = (exposed_seconds(moved, link, compute) for compute in passes)
-        # A loop over chunks of state waits for each transfer: nothing overlaps.
+        # The loop over chunks of state waits for each transfer, so nothing overlaps.
         return 2 * (state + params) / link + count * sum(each)
 
 
@@ -265,14 +263,13 @@ def unhosted(
         )
     if "params" in offload and not hosts().params:
         yield (
-            "this optimizer does not update parameters element by element (it takes "
-            "norms, noise, or is wrapped in something with branches), so none of them "
-            "can pass through the device in pieces. Take another optimizer, or "
-            "offload=()"
+            "this optimizer does not update parameters element by element (it uses "
+            "norms or noise, or a wrapper adds branches), so they cannot pass through "
+            "the device in chunks. Choose another optimizer, or offload=()"
         )
     if "optimizer" in offload and has_optimizer and not any(hosts().state.values()):
         yield (
-            "this optimizer has no state that is updated element by element, as Adam's "
-            "and momentum's is, so none of it can pass through the device in pieces. "
-            "Take another optimizer, or offload=()"
+            "this optimizer has no state that is updated element by element, such as "
+            "Adam's or momentum's, so no state can pass through the device in chunks. "
+            "Choose another optimizer, or offload=()"
         )

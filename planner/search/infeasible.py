@@ -1,7 +1,7 @@
-"""Errors if no layout is feasible: each with a reason and a remedy.
+"""Errors if no layout is feasible, each with a reason and a remedy.
 
-This module is separate from the search because it runs only if the search fails. Users
-read these messages closely, so each names the parameter, the numbers and the remedy.
+This module runs only if the search fails. Each message names the parameter, the numbers
+and the remedy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
 
     Args:
         searches: Searches of all programs, none of which has a plan that fits.
-        open_remat: Whether the user left remat to the planner.
+        open_remat: Whether the user left remat to the planner; default: True.
     """
     search = min(searches[::-1], key=_lacks)
     if search.hosting.nothing == NOTHING_WAITS:
@@ -71,7 +71,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
         whys = set(search.refused)
-        if "context" not in (search.request.mesh or {}):  # the planner's own attempts
+        if "context" not in (search.request.mesh or {}):  # The planner tried it itself.
             whys = whys - {SEQUENCE_DOES_NOT_DIVIDE} or whys
         for why in sorted(whys):
             problems.add(_reason(search, why))
@@ -79,7 +79,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
 
 
 def _reason(search: Search, why: str) -> str:
-    """Returns a reason why meshes were refused, with the user's input and a remedy."""
+    """Returns why meshes were refused, with the user's mesh and a remedy."""
     fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
     given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
     marks = (m.kind for g in search.graph.task_graphs for m in g.marks)
@@ -88,22 +88,22 @@ def _reason(search: Search, why: str) -> str:
     remedies = {
         NO_SEQUENCE: (
             f"{_sorted_rows(search, 'tokens of a sample stay together')}No dimension "
-            "that can be sharded meets itself in a product, as attention's sequence "
-            "does: leave context out"
+            "that can be sharded occurs twice in a product, as the sequence does in "
+            "attention: leave context out"
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
         NO_SPACE: _no_space(search),
         SPACE_DOES_NOT_DIVIDE: _extents(search),
         HALO_IS_WIDER: _wide_halos(search),
         UPDATED_IN_OTHER_SHARDS: (
-            "ZeRO 1 and 2 update others: take zero=0, with fsdp in place of data where "
-            "all shall be sharded"
+            "ZeRO 1 and 2 update in other shards: take zero=0, with fsdp instead of "
+            "data where parameters are to be sharded"
         ),
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
         NO_TENSOR: f"No weights{outside} can be sharded: leave tensor out",
         NO_EXPERTS: (
-            f"{_sorted_rows(search, 'all experts stand where they are multiplied')}No "
-            f"product of values with weights has a batch dimension{outside}, as an "
+            f"{_sorted_rows(search, 'every device needs all experts')}No product of "
+            f"activations with weights has a batch dimension{outside}, such as an "
             "einsum over experts has: leave expert out"
         ),
     }
@@ -111,17 +111,17 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns the consequence of rows sorted by expert; empty without such rows."""
+    """Returns the consequence of rows sorted by expert, or empty without such rows."""
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (
-        "Rows sorted by expert (jax.lax.ragged_dot) are shared along the batch alone, "
-        f"by data and fsdp: {means}. "
+        "Rows that are sorted by expert (jax.lax.ragged_dot) can be sharded only along "
+        f"the batch, by data and fsdp: {means}. "
     )
 
 
 def _padding(search: Search) -> str:
-    """Returns the padded length that a sequence would need, and its memory."""
+    """Returns the length to which a sequence would be padded, and the added memory."""
     parts = (search.request.mesh or {}).get("context", 2)
     padding = []
     for role in search.options.sequence:
@@ -134,7 +134,7 @@ def _padding(search: Search) -> str:
         padding.append(
             f"It is {size} long: pad it to {size + more} ({more / size:.1%} more; its "
             f"activations then take {gigabytes(nbytes)} more on each device) and mask "
-            "what was added"
+            "the padding"
         )
     return (
         "; ".join([*padding, "or fix another size"]) if padding else "Fix another size"
@@ -157,7 +157,6 @@ def _no_space(search: Search) -> str:
 
 
 def _extents(search: Search) -> str:
-    """Returns the spatial extents that an axis does not divide, with remedies."""
     extents, mesh = [], fixed_space(search.request.mesh)
     scaled = search.scaled_space(mesh)
     for axis, size in mesh.items():
@@ -173,14 +172,14 @@ def _extents(search: Search) -> str:
             other = (
                 f"pad the extent to {padded}"
                 if axis in scaled
-                else f"an extent whose every resolution {size} divides (with "
-                'padding="SAME", and strides that divide it, these are fractions of '
-                "it)"
+                else f"an extent whose every resolution is divisible by {size} (with "
+                'padding="SAME" and strides that divide the extent, resolutions are '
+                "fractions of it)"
             )
             extents.append(
-                f"{axis} {size}: the extent is {role.size}, and {role.divisible} "
-                f"divides it at every resolution of the model: take {axis} of "
-                f"{usable}, or {other}"
+                f"{axis} {size}: the extent is {role.size}, and the largest number "
+                "that divides it at every resolution of the model is "
+                f"{role.divisible}: take {axis} of {usable}, or {other}"
             )
     return "; ".join(extents)
 
@@ -203,23 +202,23 @@ def _wide_halos(search: Search) -> str:
 def _nothing_waits(search: Search, *, open_remat: bool) -> str:
     policies = ", ".join(f'"{name}"' for name in search.request.policies[1:])
     if open_remat or search.request.remat:
-        why = "no repeated layers were found that could be computed again"
+        why = "the model has no repeated layers that remat can recompute"
         remedy = "Put jax.checkpoint around the model's layers"
     else:
-        why = 'remat="none" has none computed again'
+        why = 'remat="none" recomputes no layers'
         remedy = f"Take remat= one of {policies}, leave it to the planner"
     return (
-        'offload="activations": what waits in host memory is what layers that the '
-        f"backward pass computes again keep, and {why}. {remedy}, or offload=()"
+        'offload="activations": only saved activations of layers that the backward '
+        f"pass recomputes can be in host memory, and {why}. {remedy}, or offload=()"
     )
 
 
 def _nothing_is_sliced() -> str:
     return (
-        'offload="params": what is in host memory is matrices of which a loop over '
-        "layers reads a slice in each turn and nothing reads the whole, and this model "
-        "has none. Put its layers into a scan (nnx.scan, nn.scan; scan_layers=True in "
-        "the package's models), or take offload=()"
+        'offload="params": only matrices that a loop over layers reads slice by slice '
+        "can be in host memory, and this model has none. Put its layers into a scan "
+        "(nnx.scan, nn.scan; scan_layers=True in the models of this package), or take "
+        "offload=()"
     )
 
 
@@ -284,14 +283,13 @@ def _batch(search: Search) -> str:
         remedies.append("fewer micro-batches")
     each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
     return (
-        f"the global batch has {count_text(size, 'sample')}{each}; at least "
-        f"{least} devices would share them, and {least} does not divide {micro}. "
+        f"the global batch has {count_text(size, 'sample')}{each}; at least {least} "
+        f"devices would share them, but {least} does not divide {micro}. "
         f"{', or '.join(remedies)}"
     )
 
 
 def _least_share(search: Search) -> int:
-    """Returns the fewest devices that share a micro-batch if all marks are obeyed."""
     options, request = search.options, search.request
     shares = []
     for mesh in search.meshes():
@@ -315,7 +313,7 @@ def _least_share(search: Search) -> int:
 
 
 def _unobeyed_pins(search: Search) -> Iterator[str]:
-    """Yields errors for dimensions that no size of their metadata's axis divides."""
+    """Yields errors for dimensions that metadata's axes cannot divide."""
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):
@@ -333,7 +331,6 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
 
 
 def _indivisible(search: Search) -> Iterator[str]:
-    """Yields errors for regions whose dimensions no axis size divides."""
     fixed = (search.request.mesh or {}).get("tensor", 1) > 1
     for choice in search.options.choices.values():
         free = fixed and choice.strategy != "replicate"

@@ -2,12 +2,13 @@
 
 The search enumerates the factorisations of the devices into ``data``, ``fsdp``,
 ``expert``, ``context`` and ``tensor``. For each, it enumerates the logical dimensions
-that each model axis may shard in each TaskGraph, and the sharding of stored state. It
-evaluates all layouts as arrays, with the evaluator of single plans. With very many
-meshes, it predicts only the time of layouts that are clearly slower than the best.
+that each model axis may shard in each TaskGraph, and the shardings of stored state.
+``Evaluator`` evaluates all layouts as arrays. With very many meshes, the search
+predicts only the time of layouts that are clearly slower than the best.
 
-Among plans within half a percent of the fastest, it chooses the one with the least
-memory, and among equals the least communication: predictions are not more precise.
+Predictions do not tell plans within half a percent apart. So of the plans within half a
+percent of the fastest, the search chooses the one with least memory, and among equals
+the least communication.
 
 The module is long because ``Search`` is one class: enumeration and evaluation share the
 request and the results of other searches.
@@ -68,8 +69,9 @@ from whalejax.planner.sharding.strategies import (
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Mesh axes whose sizes are searched, outermost first. Meshes that shard the space of
-samples also have ``SPATIAL_AXES``."""
+"""Mesh axes whose sizes are searched, outermost first. ``SPATIAL_AXES`` follow on
+meshes that shard the space of samples.
+"""
 
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
@@ -77,54 +79,54 @@ NO_SPACE = "no dimension for a spatial axis"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
-HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
-"""Reasons to refuse a layout."""
+HALO_IS_WIDER = "a halo is wider than a device's part of the dimension"
+"""Reasons to refuse a mesh."""
 
 MANY_SPACES = 1000
 """Number of meshes with spatial axes above which the search skips some of them."""
 
 SPACE_SLACK = 1.1
-"""Largest multiple of the best step time at which plans that shard space are evaluated.
-It exceeds the margins for ties and for listed alternatives.
+"""Multiple of the best step time up to which plans that shard space are evaluated. It
+exceeds the margins for ties and for listed alternatives.
 """
 
 LISTED = 40
-"""Largest number of meshes that are all evaluated; above it, only those near the best.
-"""
+"""Largest number of meshes to evaluate regardless of their times."""
 
 MOST_LISTED = 512
 """Largest number of layouts of few meshes that are all evaluated."""
 
 NEAR = 1.02
-"""Largest step time, as a multiple of the best, at which plans of many meshes are
-evaluated; larger than the margin for ties."""
+"""Multiple of the best step time up to which plans of very many meshes are evaluated.
+It exceeds the margin for ties.
+"""
 
 MANY_TABLES = 8
-"""Number of tables in a block of cases above which blocks have one table each."""
+"""Number of tables in a block of layouts above which each block has one table."""
 
 ROUNDED = 2**10
 """Largest rounding error of memory sums, in bytes."""
 
 FIRST_BLOCK, BLOCK = 32, 256
-"""Number of cases whose memory is computed together: in the first block, and later."""
+"""Number of layouts whose memory is computed together: first, and later."""
 
 MOST_PAIRS = 4096
-"""Largest number of pairs of layout and micro-batch count that are evaluated at once.
-"""
+"""Largest number of (layout, number of micro-batches) pairs to evaluate at once."""
 
 LEAST_SHARE = 0.5
-"""Least fraction of the parameters' bytes that a storage axis must shard."""
+"""Smallest fraction of the parameters' bytes that a storage axis must shard."""
 
 
 def meshes(
     num_devices: int, context: int = 1, space: Mapping[str, int] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yields every factorisation into data, fsdp, expert and tensor, outermost first.
+    """Yields every factorisation of the devices into mesh axes, outermost axis first.
 
     Args:
         num_devices: Product of all axis sizes.
-        context: Size of the ``context`` axis, a divisor of ``num_devices``.
-        space: Sizes of spatial axes; meshes leave out those of size 1.
+        context: Size of the ``context`` axis, a divisor of ``num_devices``; default: 1.
+        space: Sizes of spatial axes, of which meshes omit those of size 1; default:
+            none.
     """
     sizes = divisors(num_devices)
     spatial = {a: (space or {}).get(a, 1) for a in SPATIAL_AXES}
@@ -154,13 +156,13 @@ def fixed_space(mesh: Mapping[str, int] | None) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WideHalo:
-    """Operation whose halo is wider than a neighbour's part of the dimension.
+    """Operation whose halo is wider than the neighbouring device's part.
 
     Attributes:
         axis: Spatial axis that shards the dimension.
         row: Cost row of the operation.
-        halo: Number of elements that it reads from neighbours on one side.
-        size: Length of the dimension over all devices.
+        halo: Number of elements that the operation reads from one neighbour.
+        size: Length of the unsharded dimension.
     """
 
     axis: str
@@ -173,8 +175,8 @@ class WideHalo:
 class _Layouts:
     """Layouts that a search evaluates.
 
-    ``cases`` have their smallest number of micro-batches; ``counts`` has all possible
-    ones.
+    ``cases`` have the smallest number of micro-batches of each layout, ``counts`` all
+    possible numbers.
     """
 
     cases: LayoutCases
@@ -204,9 +206,9 @@ class NearLayouts:
     """Layouts that may be near the best if they also shard the sequence.
 
     Attributes:
-        meshes: Sizes of the axes, by row.
-        row: Row of each layout.
-        likely, least: Likely and least seconds of a step, by layout.
+        meshes: Axis sizes of each mesh, one mesh per row.
+        row: Index of each layout's mesh.
+        likely, least: Likely step seconds of each layout, and a lower bound on them.
     """
 
     meshes: Sequence[Mapping[str, int]]
@@ -215,29 +217,28 @@ class NearLayouts:
     least: np.ndarray
 
     def sizes(self, best: float) -> set[tuple[int, ...]]:
-        """Returns the axis sizes of the meshes that are likely fast enough."""
+        """Returns the axis sizes of the meshes that are likely to be fast enough."""
         rows = np.unique(self.row[self.likely <= best]).tolist()
         return {tuple(self.meshes[row].values()) for row in rows}
 
     def least_of_others(self, known: Collection[tuple[int, ...]]) -> float:
-        """Returns the least seconds of a step over meshes whose sizes are not known."""
+        """Returns the least step seconds of meshes whose sizes are not in ``known``."""
         rows = np.unique(self.row).tolist()
         others = [row for row in rows if tuple(self.meshes[row].values()) not in known]
         return float(self.least[np.isin(self.row, others)].min(initial=np.inf))
 
 
 _Waiting = tuple[_Layouts, TimeColumns, np.ndarray]
-"""Layouts with their times, and the indices of those not yet evaluated, the fastest
-first."""
+"""Layouts, their times, and indices of layouts to evaluate, the fastest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLayouts:
-    """Layouts that searches of several programs of a loss share.
+    """Layouts that searches of several programs of one loss share.
 
     Attributes:
         key, options: Program and options that determine the layouts.
-        layouts: Layouts that searches found.
+        layouts: Layouts that searches made.
         refused: Number of refused meshes, by reason.
     """
 
@@ -248,31 +249,31 @@ class KnownLayouts:
 
 
 class Search:
-    """One search over one captured model.
+    """Search for the best layout of one captured loss.
 
     Attributes:
-        graph, dims, rows: Graph of the loss, its logical dimensions and its rows.
+        graph, dims, rows: Graph of the loss, its logical dimensions and its cost rows.
         program: Analysed operations of the loss.
-        hosting: Offloadable state, its bytes and its transfer times.
+        hosting: Limits on the state in host memory.
         split: Division of TaskGraphs for sequence parallelism, or None. With a
-            division, the options are those of the search ``beside``, which has no
-            division.
-        grids: Layouts shared with the searches of other programs.
+            division, the options are those of the search ``beside``, which has none.
+        grids: Layouts that searches of other programs share.
         sizes: Axis sizes of the meshes to evaluate; None for all meshes.
         named_axes: Mesh axes that metadata names.
-        scored: Evaluated plans; with very many meshes, only those that fit, or
-            those nearest to fitting.
+        scored: Evaluated plans. With very many meshes, only plans that fit, or the
+            nearest to fitting.
         weighed: Number of evaluated layouts.
-        follows: Whether there are very many meshes: ``bound`` follows the best plan.
-        least_lacking: Step time of the fastest layout that lacks memory with the fewest
+        follows: Whether there are very many meshes, so that ``bound`` follows the best
+            plan.
+        least_lacking: Step time of the fastest layout that lacks memory with its fewest
             micro-batches.
         least_skipped: Lower bound on the step times of skipped layouts.
-        best: Step time of the best plan that others have found.
-        slack: Largest step time of an evaluated layout, as a multiple of the best; for
+        best: Step time of the best plan that other searches have found.
+        slack: Multiple of the best step time up to which layouts are evaluated; with
             very many meshes at most ``NEAR``.
-        bound: Step time above which layouts are not evaluated; with very many meshes,
+        bound: Step time above which layouts are not evaluated. With very many meshes,
             it falls as better plans are found.
-        refused: For each reason, how many meshes it ruled out.
+        refused: Number of meshes that each reason ruled out.
     """
 
     def __init__(
@@ -381,8 +382,8 @@ class Search:
         """Evaluates all layouts.
 
         Returns:
-            Plans that fit, the best first; empty if none fits (``scored`` then has the
-            others).
+            Plans that fit, the best first. If none fits, the result is empty, and
+            ``scored`` has the others.
         """
         self.search_layouts()
         self.use_host_memory(math.inf)
@@ -391,7 +392,7 @@ class Search:
     def search_layouts(self) -> None:
         """Evaluates every layout with the least possible offload.
 
-        If many lack memory and there is no bound on the step time yet, most of them are
+        If many layouts lack memory and the step time has no bound yet, most of them are
         left for ``resume`` or ``use_host_memory``.
         """
         self._score_meshes(self._every_mesh())
@@ -399,7 +400,6 @@ class Search:
             self._share_space()
 
     def _every_mesh(self, devices: int | None = None) -> list[dict[str, int]]:
-        """Returns every mesh without spatial axes except those that the user fixed."""
         fixed = (self.request.mesh or {}).get("context")
         sizes = [fixed or 1]
         devices = devices or self.request.num_devices
@@ -409,10 +409,10 @@ class Search:
         return [m for m in every if not self.sizes or tuple(m.values()) in self.sizes]
 
     def at_every_count(self, allowed: Mapping[int, Collection[int]]) -> LayoutCases:
-        """Returns every layout with every number of micro-batches, not evaluated.
+        """Returns every layout with every number of micro-batches, without evaluation.
 
         Args:
-            allowed: Numbers of micro-batches, by number of devices of a mesh.
+            allowed: Possible numbers of micro-batches, by number of devices of a mesh.
         """
         layouts = self._layouts([m for n in allowed for m in self._every_mesh(n)])
         layouts = layouts.take(self._allowed(layouts.cases))
@@ -427,10 +427,10 @@ class Search:
         return layouts.cases.take(each).with_count(count)
 
     def _share_space(self) -> None:
-        """Evaluates every mesh on which devices shard the space of samples.
+        """Evaluates every mesh whose devices shard the space of samples.
 
-        Meshes without model axes come first: their times bound the others. With very
-        many meshes, it skips those with larger model axes than a plan that fits.
+        Meshes without model axes come first, as their times bound the others. With very
+        many meshes, meshes with larger model axes than a plan that fits are skipped.
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
@@ -449,17 +449,16 @@ class Search:
 
     @property
     def has_one_sample(self) -> bool:
-        """Whether a micro-batch has one sample in any layout."""
+        """Whether a micro-batch has one sample in some layout."""
         graph = self.graph
         count = self.request.num_micro_batches or graph.num_micro_batches
         return graph.batch_size * graph.num_micro_batches == count
 
     def _evenly_shared(self) -> float:
-        """Returns the compute seconds of a step, divided evenly over all devices."""
         ones = dict.fromkeys(SEARCHED_AXES, 1)
         tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))), None)
         if tables is None:
-            return 0.0  # The marks allow no layout on one device.
+            return 0.0  # The annotations allow no layout on one device.
         case = self.evaluator.case(ones, tables, 0, self.graph.num_micro_batches)
         compute = self.evaluator.times(case).terms["compute"]
         return float(compute[0]) / self.request.num_devices
@@ -467,10 +466,10 @@ class Search:
     def _wants_space(self) -> bool:
         """Returns whether sharding the space of samples may pay off.
 
-        The user must leave it open, and samples do not divide by the devices, memory is
-        short, or weights have the dimension. If every device has samples of its own and
-        enough memory, sharding a sample adds communication. It then gains only shards
-        of weights over space, as of a dense layer after convolutions.
+        It may if samples do not divide by the devices, memory is short, or weights have
+        a spatial dimension, as in a dense layer after convolutions. In other cases
+        sharding a sample only adds communication. The user must have left spatial axes
+        open.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -507,14 +506,15 @@ class Search:
         space: Mapping[str, int] | None = None,
         devices: int | None = None,
     ) -> list[dict[str, int]]:
-        """Returns the meshes that obey the user's ``mesh``, marks and metadata.
+        """Returns the meshes that obey the user's ``mesh``, annotations and metadata.
 
-        Of the axes that metadata names, as many as possible have sizes above 1.
+        As many as possible of the axes that metadata names have sizes above 1.
 
         Args:
-            context: Size of the ``context`` axis; None for the one that the user fixed.
-            space: Sizes of the spatial axes; None for those that the user fixed.
-            devices: Number of devices of a mesh; all if left out.
+            context: Size of the ``context`` axis; default: the size that the user
+                fixed.
+            space: Sizes of the spatial axes; default: the sizes that the user fixed.
+            devices: Number of devices of a mesh; default: all.
         """
         fixed = self.request.mesh or {}
         result = [
@@ -549,7 +549,7 @@ class Search:
         for index, tables in enumerate(combinations):
             if self.split is not None and not self._serves(self.split, mesh, tables):
                 continue
-            # Whether the batch divides depends only on these sizes of a mesh.
+            # Only these sizes of a mesh decide whether the batch divides.
             key = mesh["data"] * mesh["fsdp"], mesh["expert"], mesh["tensor"], space
             if (index, key) not in self._divided:
                 apart = self._set_apart(tables)
@@ -564,7 +564,7 @@ class Search:
     def _shared_tables(
         self, tables: dict[int, Table] | None
     ) -> dict[int, Table] | None:
-        """Returns one object for equal tables, so that cases are evaluated together."""
+        """Returns one object for equal tables, which are evaluated together."""
         if tables is None:
             return None
         key = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
@@ -599,7 +599,7 @@ class Search:
     def _serves(
         self, split: SequenceSplit, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
-        """Whether products have the split's sharding and the sequence divides."""
+        """Returns whether products are sharded as in the split."""
         parts = mesh["context"] * mesh["tensor"]
         sizes = [self.options.sizes[r] for r in self.options.sequence]
         return (
@@ -632,15 +632,15 @@ class Search:
         return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
 
     def scaled_space(self, mesh: Mapping[str, int]) -> set[str]:
-        """Returns the spatial axes whose extents every window scales by a fixed factor.
+        """Returns the spatial axes whose extents all windows scale by fixed factors.
 
-        Then another extent changes all of the model's resolutions by the same factor.
+        A change of such an extent changes all resolutions of the model by one factor.
 
         Args:
             mesh: Sizes of the spatial axes to check.
         """
         shared = ((w, axis, ends) for _, w, axis, ends in self._shared_windows(mesh))
-        # Next to attention, some operations read the unsharded dimension.
+        # Around attention, some operations read the unsharded dimension.
         whole = (
             (window, window.space, _ends(row, window))
             for row in self.rows.ops
@@ -654,7 +654,7 @@ class Search:
         return set(mesh) - uneven
 
     def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
-        """Yields windows that reach beyond the neighbouring device's part."""
+        """Yields the operations whose halo is wider than the neighbour's part."""
         for row, window, axis, (size, result) in self._shared_windows(mesh):
             halo = max(window.halo(size, result, mesh[axis]))
             if halo > size // mesh[axis]:
@@ -663,7 +663,7 @@ class Search:
     def _shared_windows(
         self, mesh: Mapping[str, int]
     ) -> Iterator[tuple[Row, Window, str, tuple[int, int]]]:
-        """Yields operations and windows along sharded space, with axis and extents."""
+        """Yields (operation, window, axis, extents) along sharded space."""
         axes = {
             role: axis
             for axis in SPATIAL_AXES
@@ -686,7 +686,7 @@ class Search:
     ) -> bool:
         """Returns whether each model axis shards more than the batch in some TaskGraph.
 
-        Otherwise the mesh equals another one with that axis's devices in ``data``.
+        If one does not, another mesh has its devices in ``data`` and equals this one.
         """
         batch = self.evaluator.batch_roles
         for axis in ("expert", "tensor"):
@@ -698,10 +698,7 @@ class Search:
     # Evaluation.
 
     def _score_meshes(self, every: Sequence[dict[str, int]]) -> None:
-        """Evaluates meshes under all of their tables, the fastest first.
-
-        Times are those of the smallest numbers of micro-batches, which are the least.
-        """
+        """Evaluates meshes under all of their tables, the fastest first."""
         layouts = self._layouts(every)
         layouts = layouts.take(self._allowed(layouts.cases))
         if not len(layouts.cases):
@@ -719,10 +716,7 @@ class Search:
         self._score_layouts(layouts.take(near), times)
 
     def _score_layouts(self, layouts: _Layouts, times: TimeColumns) -> None:
-        """Evaluates layouts with the least possible offload, the fastest first.
-
-        Those that lack memory are left for ``use_host_memory``.
-        """
+        """Evaluates layouts with the least possible offload, the fastest first."""
         order = np.argsort(times.step, kind="stable")
         first = next(self.hosting.options())
         if self.follows and self.bound == math.inf:
@@ -730,14 +724,14 @@ class Search:
             left = self._score_group(layouts, times, some, first)
             self._lacking.append((layouts, times, left))
             if self.bound == math.inf:
-                # Another search may soon give a bound on the step time.
+                # Another search may soon bound the step time.
                 self._postponed.append((layouts, times, order))
                 return
         left = self._score_group(layouts, times, order, first)
         self._lacking.append((layouts, times, left))
 
     def resume(self, best: float) -> None:
-        """Evaluates the postponed layouts.
+        """Evaluates the layouts that ``search_layouts`` postponed.
 
         Args:
             best: Step time of the best plan of all searches.
@@ -761,17 +755,17 @@ class Search:
         if self.bound == math.inf or not groups:
             return rows
         cases, here = layouts.cases.take(rows), times.take(rows)
-        # Offload of more state needs more transfers.
+        # More offload needs more transfers.
         moves = [self.evaluator.offload_seconds(cases, o, here) for o in groups[0]]
         near = here.step + np.min(moves, axis=0) <= self.bound
         result: np.ndarray = rows[near]
         return result
 
     def far_from_fitting(self) -> bool:
-        """Returns whether the smallest layouts lack memory even without activations and
-        optimizer state.
+        """Returns whether even the smallest layouts lack memory for permanent state.
 
-        It evaluates the ``FIRST_BLOCK`` smallest of each block of layouts.
+        Activations and optimizer state do not count. The ``FIRST_BLOCK`` smallest of
+        each block of layouts are evaluated.
         """
         if any(one.fits for one in self.scored):
             return False
@@ -788,11 +782,11 @@ class Search:
     def fits_without_state(self, times: float) -> bool:
         """Returns whether a layout without optimizer state fits in scaled memory.
 
-        Activations are offloaded if that helps. The cost of offloading the state is not
-        computed, because that is slow for many parameters.
+        Activations are offloaded if that helps. Offload of the optimizer state is not
+        evaluated, as that is slow for many parameters.
 
         Args:
-            times: Available memory, as a multiple of a device's.
+            times: Available memory, as a multiple of a device's memory.
         """
         room = times * self.cluster.memory_bytes
         sets: list[Offload] = [()]
@@ -813,11 +807,11 @@ class Search:
         """Returns the layouts that may gain by sharding the sequence between products.
 
         Args:
-            best: Upper limit on the least seconds of a step.
+            best: Largest lower bound on the step seconds of layouts to return.
 
         Returns:
-            Layouts by the roles that ``tensor`` shards in their products; the roles of
-            the likely fastest come first.
+            Layouts by the logical dimensions that ``tensor`` shards in their products.
+            Those of the layouts that are likely fastest come first.
         """
         sequence_parallel: dict[frozenset[int], list[NearLayouts]] = {}
 
@@ -855,7 +849,7 @@ class Search:
     def use_host_memory(self, best: float) -> None:
         """Evaluates layouts that lack memory with more offload.
 
-        These include layouts that fit only with more than the fewest micro-batches.
+        Some of them fit only with more micro-batches than the fewest.
 
         Args:
             best: Step time of the best plan of all searches.
@@ -868,8 +862,8 @@ class Search:
             left = self._near_in_host_memory(layouts, times, left, others)
             others = others if len(left) else []
             if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
-                # If a case fits neither with the fewest micro-batches nor with the
-                # most, the numbers between are skipped.
+                # A case that fits neither with the fewest nor with the most
+                # micro-batches is not tried with numbers between them.
                 hopeful = self._fits_in_corner(layouts, times, left, others)
                 self._score_group(layouts, times, left[~hopeful], others[-1])
                 left = left[hopeful]
@@ -878,7 +872,7 @@ class Search:
         nothing = best == math.inf and not self._has_fit
         if self.follows and self.weighed and nothing:
             if self._nearest is None:
-                # No layout's parameters fit: the smallest are evaluated.
+                # Parameters fit in no layout, so the smallest layouts are evaluated.
                 *_, group = self.hosting.options()
                 self.keep_nearest(group[-1])
             else:
@@ -906,9 +900,9 @@ class Search:
         return [o for o in paper.scored if o.fits and o.time.step_seconds <= best]
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Returns whether parameters and optimizer state fit, by case.
+        """Returns whether parameters and optimizer state may fit, by case.
 
-        With few meshes it returns true for all: errors report the missing memory.
+        With few meshes all cases count, as errors report their missing memory.
         """
         if not self.follows:
             return np.ones(len(cases), dtype=bool)
@@ -919,7 +913,7 @@ class Search:
     def keep_nearest(self, offload: Offload = ()) -> None:
         """Adds the layout that lacks the least memory to ``scored``, if none fits.
 
-        With few meshes, ``scored`` has all layouts that lack memory already.
+        With few meshes, ``scored`` already has all layouts that lack memory.
 
         Args:
             offload: Names of the offloaded memory terms of these layouts.
@@ -943,8 +937,8 @@ class Search:
     ) -> np.ndarray:
         """Evaluates layouts with each of several offloads, the fastest first.
 
-        Returns the layouts that do not fit with the fewest micro-batches or are too
-        slow.
+        Returns the layouts that are too slow or do not fit with the fewest
+        micro-batches.
         """
         step, left = times.step, rows
         size = FIRST_BLOCK if self.bound == math.inf else BLOCK
@@ -953,7 +947,7 @@ class Search:
             some = left[step[left] <= self.bound]
             table = layouts.cases.table[some]
             if len(np.unique(table[:size])) > MANY_TABLES:
-                # Memory is computed together for cases with the same tables.
+                # Memory is computed together for cases with equal tables.
                 some = some[table == table[0]]
             some = some[:size]
             result, enough = self._in_host_memory(layouts, times, some, group)
@@ -969,7 +963,7 @@ class Search:
         return every[np.argsort(step[every], kind="stable")]
 
     def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
-        """Evaluates one mesh under one table for each TaskGraph, at every ZeRO level.
+        """Evaluates one mesh with one table per TaskGraph at every ZeRO stage.
 
         The results are added to ``scored``.
         """
@@ -1037,7 +1031,6 @@ class Search:
         return _Layouts(cases=cases, counts=counts, meshes=meshes_of)
 
     def _allowed(self, cases: LayoutCases) -> np.ndarray:
-        """Returns the cases whose storage obeys metadata and shards enough."""
         number = len(cases)
         ignores = np.zeros(number, dtype=bool)
         shares = {axis: np.ones(number) for axis in ("fsdp", "data")}
@@ -1052,7 +1045,7 @@ class Search:
         stores = {"fsdp": cases.mesh["fsdp"] > 1, "data": cases.zero > 0}
         for axis, here in stores.items():
             asked = axis in fixed or (axis == "data" and self.request.zero)
-            # A storage axis that shards few of the parameters is not worth a plan.
+            # Storage axes that shard few of the parameters are not worth a plan.
             little = allowed & here & (shares[axis] < LEAST_SHARE)
             if not asked:
                 why = f"{axis} would shard less than half of the parameters"
@@ -1075,9 +1068,9 @@ class Search:
     ) -> np.ndarray:
         """Returns whether cases fit with the fewest or the most micro-batches.
 
-        Offloaded optimizer state needs no memory on the device, while offloaded
-        parameters and activations pass through it. So offloads without it are tried
-        only if none includes it, or if host memory is short.
+        Offloaded parameters and activations pass through device memory, while offloaded
+        optimizer state needs none. So offloads without the state are tried only if no
+        offload includes it, or if host memory is short.
         """
         result = np.zeros(len(rows), dtype=bool)
         hosts = np.zeros(len(rows), dtype=bool)
@@ -1106,8 +1099,8 @@ class Search:
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
         """Makes plans of some cases with each of several offloads.
 
-        The second result is whether any plan fits with the fewest micro-batches, by
-        case.
+        The second result is whether some plan of each case fits with the fewest
+        micro-batches.
         """
         result: list[LayoutCandidate] = []
         enough = np.zeros(len(rows), dtype=bool)
@@ -1137,10 +1130,11 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
-        """Makes plans with the fewest micro-batches that fit, or the most possible.
+        """Makes plans with the fewest micro-batches that fit, or with the most
+        possible.
 
-        With very many meshes, it makes only plans that fit, and the nearest to fitting.
-        The second result is whether they fit with the fewest micro-batches, by case.
+        With very many meshes, only plans that fit and the nearest to fitting are made.
+        The second result is whether each case fits with the fewest micro-batches.
         """
         cases, memory = self._smallest_counts(layouts, times, rows, offload)
         fits = self.evaluator.fits(memory)
@@ -1225,10 +1219,10 @@ class Search:
         rows: np.ndarray,
         cases: LayoutCases,
     ) -> TimeColumns:
-        """Returns the times of some layouts, each with its number of micro-batches.
+        """Returns the times of layouts, each with its number of micro-batches.
 
-        For few layouts, it evaluates all numbers at once: that is hardly slower than
-        one, and later calls need the others.
+        For few layouts, all numbers are evaluated at once. That is hardly slower than
+        one number, and later calls need the others.
         """
         if (layouts.cases.count[rows] == cases.count).all():
             return times.take(rows)
@@ -1268,10 +1262,7 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[LayoutCases, MemoryColumns]:
-        """Returns cases with the fewest micro-batches that fit, and their memory.
-
-        A case that never fits has the most micro-batches possible.
-        """
+        """Returns cases with the fewest micro-batches that fit, or the most."""
         cases = layouts.at(rows, 0)
         memory = self._memory(layouts, times, rows, cases, offload)
         fits = self.evaluator.fits(memory)
@@ -1295,21 +1286,19 @@ class Search:
             tried = cases.take(places).with_count(counts)
             result = self._memory(layouts, times, rows[places], tried, offload)
             fitting = np.flatnonzero(self.evaluator.fits(result))
-            # The last of each case has the fewest micro-batches.
+            # The last entry of each case has the fewest micro-batches.
             _, last = np.unique(places[fitting][::-1], return_index=True)
             chosen = fitting[::-1][last]
             count[places[chosen]] = counts[chosen]
             memory = memory.with_rows(places[chosen], result.take(chosen))
         return cases.with_count(count), memory
 
-    # Evaluated plans.
-
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
-        """Returns the layout of each parameter group of a plan of this search."""
+        """Returns the layout of each group of parameters in a plan of this search."""
         return lay_out(self.facts, scored.tables, scored.mesh, scored.zero)
 
     def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
-        """Returns the collectives that one step of a plan of this search runs."""
+        """Returns the collectives of one step of a plan of this search."""
         return self.evaluator.times(self._case(scored)).collectives
 
     def _case(self, scored: LayoutCandidate) -> LayoutCases:
@@ -1317,13 +1306,13 @@ class Search:
         return self.evaluator.case(*given)
 
     def lacks(self, memory: MemoryTerms) -> tuple[int, int]:
-        """Returns the missing bytes of device memory and of host memory of a plan."""
+        """Returns the bytes of device memory and of host memory that a plan lacks."""
         room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
         device = memory.total_bytes - self.cluster.memory_bytes
         return max(0, device), max(0, memory.host_bytes - room)
 
     def memory_of(self, scored: LayoutCandidate, in_flight: float) -> MemoryTerms:
-        """Returns the memory of a plan with the activations of several micro-batches.
+        """Returns the memory of a plan if several micro-batches are in flight.
 
         Args:
             scored: Plan of this search.
@@ -1336,7 +1325,7 @@ class Search:
         """Returns the memory of a plan's compiled program.
 
         The program needs extra memory if its compiler postpones products of weights'
-        gradients. It postpones all of them if their operands fit, otherwise none.
+        gradients. The compiler postpones all of them if their operands fit, else none.
 
         Args:
             scored: Plan of this search.
@@ -1346,7 +1335,7 @@ class Search:
         if not hides or not {k.name for k in cluster.kinds} <= HIDES_UPDATES_ON:
             return result
         others = any(n > 1 for axis, n in scored.mesh.items() if axis != "data")
-        # Vectors of all layers are gathered at once, after the last gradient.
+        # Vectors of all layers are gathered together, after the last gradient.
         pairs = zip(self.facts.groups, scored.layouts, strict=True)
         vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
         if others or all(vector.optimizer == vector.param for vector in vectors):
@@ -1357,7 +1346,7 @@ class Search:
         return more if fuller and not any(self.lacks(more)) else result
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> CostSetting:
-        """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
+        """Returns the mesh sizes and micro-batches for cost rows.
 
         Args:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
@@ -1373,7 +1362,8 @@ class Search:
             return (fixed,)
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
         size = self.graph.batch_size
-        # With one sample, no batch dimension marks the values between products.
+        # With one sample, the values between products have no batch dimension to
+        # detect.
         most = size if self.split is None else max(1, size - 1)
         return tuple(n for n in divisors(size // parts) if n <= most)
 
@@ -1393,7 +1383,7 @@ def _ends(row: Row, window: Window) -> tuple[int, int]:
 
 
 def ranked(scored: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Sorts plans, the fastest first; memory, then communication, breaks ties."""
+    """Returns plans by time; memory, then communication breaks ties."""
     return best_first(
         scored,
         seconds=lambda s: s.time.step_seconds,

@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a micro-batch, by the number of micro-batches.
 
-The search for pipelines tries each number of micro-batches. It skips numbers with which
-no pipeline can be fast enough.
+The search for pipelines tries each number of micro-batches, except numbers with which
+these bounds exclude that any pipeline is fast enough.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from whalejax.planner.step_options import options_off
 
 
 STAGES_SHARE = 0.82
-"""Least ratio of the seconds of the passes of all stages to those of the full model on
-the devices of one stage, without sequence parallelism. Stages, each with its fastest
-layout, took 0.95 to 1.02 of the full model's time. Sequence parallelism saved at most 8
-% of it (T5-large, BERT-large and four encoder layers, 2 to 16 stages). Tiny models with
-little work beside kernel launches took 0.84.
+"""Lower bound on the time of all stages' passes over that of the full model.
+
+The full model runs on the devices of one stage, without sequence parallelism. Stages
+with their fastest layouts took 0.95 to 1.02 of its time. Sequence parallelism saved at
+most 8% of it (T5-large, BERT-large and four encoder layers, 2 to 16 stages). Tiny
+models, which mostly wait for kernel launches, took 0.84.
 """
 
 MOST_ROUNDS = 16
@@ -56,25 +57,25 @@ def least_stage_steps(
     most: int,
     most_seconds: float = math.inf,
 ) -> dict[int, float]:
-    """Returns the least seconds of a step for each number of stages of equal devices.
+    """Returns lower bounds on the step seconds, by number of stages of equal devices.
 
-    The bound takes the time of the full model on the devices of one stage, and divides
-    it by the number of stages. A layout counts if an even part of its parameters and
-    state fits. Stages that divide a scan recompute at least all but the products, and
-    each micro-batch passes through the stages in turn.
+    A bound is the time of the full model on the devices of one stage, divided by the
+    number of stages. Only layouts count in which an equal part of the parameters and
+    state fits. Stages that divide a scan recompute at least everything but products.
+    Each micro-batch passes through the stages in turn.
 
     Args:
         graph: Captured loss.
         cluster: Devices of one kind.
-        request: Options of the search, over all devices.
-        again: Traces other programs of the loss.
+        request: Options of the search for all devices.
+        again: Function that traces other programs of the loss.
         known: Programs that were analysed before.
         most: Largest number of stages.
-        most_seconds: Seconds of a step above which bounds are not needed.
+        most_seconds: Step seconds above which bounds are not needed; default: infinite.
 
     Returns:
-        Seconds by number of stages; numbers without a layout are left out, and numbers
-        above ``most_seconds`` may be.
+        Seconds by number of stages. Numbers without a layout are left out; numbers
+        above ``most_seconds`` may be left out.
     """
     devices = request.num_devices
     samples = graph.batch_size * graph.num_micro_batches
@@ -129,7 +130,7 @@ def least_stage_steps(
 def _least_lockstep(
     search: Search, cases: LayoutCases, devices: int, most_seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of stages and the least step of cases that are fast enough."""
+    """Returns (number of stages, least step seconds) of cases that are fast enough."""
     number = devices // cases.devices
     turns = (cases.count + number - 1) / number
     rows, pace, ahead = _paces(search, cases, most_seconds * cases.count / turns)
@@ -139,7 +140,9 @@ def _least_lockstep(
 def least_paces(
     search: Search, counts: Collection[int]
 ) -> dict[int, tuple[float, float]]:
-    """Returns the least seconds of a micro-batch in any layout, whether it fits or not.
+    """Returns lower bounds on the seconds of one micro-batch in any layout.
+
+    Layouts count whether they fit or not.
 
     The bounds also hold for plans that shard the sequence over ``tensor``.
 
@@ -148,8 +151,9 @@ def least_paces(
         counts: Numbers of micro-batches.
 
     Returns:
-        Seconds of a micro-batch and of its forward pass, by number of micro-batches. 0
-        if no layout has that number; the search itself reports the reason.
+        (Seconds of a micro-batch, seconds of its forward pass), by number of
+        micro-batches. Both are 0 if no layout has that number; the search then reports
+        the reason.
     """
     paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
@@ -166,14 +170,14 @@ def least_paces(
 def _paces(
     search: Search, cases: LayoutCases, seconds: Any = math.inf
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the cases that can be as fast, and ``least_paces`` of each."""
+    """Returns the indices of fast enough cases, and the ``least_paces`` of each."""
     rows, times = search.evaluator.near(cases, seconds, sequence_parallel=True)
     cases = cases.take(rows)
     tensor = cases.mesh["tensor"]
     _, step = times.sequence_parallel(tensor)
-    # A forward pass takes a third of the time without recomputation.
+    # Without recomputation, a forward pass takes a third of the time.
     shared = times.between / cases.count / 3 * (1 - 1 / tensor)
-    update = times.terms.get("update", 0.0)  # There are no terms without a case.
+    update = times.terms.get("update", 0.0)  # Without cases there are no terms.
     return rows, (step - update) / cases.count, times.ahead - shared
 
 
@@ -189,25 +193,25 @@ def least_steps(
 ) -> dict[int, float]:
     """Returns lower bounds on the step seconds of stages with programs of their own.
 
-    Stages together take at least the time of the full model on the devices of one
-    stage. With several kinds, each kind takes at least its part of the work. Layouts
-    count whether they fit or not. With ``largest_part``, the result is an estimate: one
-    stage computes the largest indivisible part.
+    All stages together take at least the time of the full model on the devices of one
+    stage. With several device kinds, each kind takes at least its part of the work.
+    Layouts count whether they fit or not. ``largest_part`` makes the result an
+    estimate, in which one stage computes the largest indivisible part.
 
     Args:
         graph: Captured loss.
         cluster: Devices of all stages.
-        request: Options of the search, over all devices.
+        request: Options of the search for all devices.
         stages: Number of stages.
         counts: Numbers of micro-batches.
         known: Programs of the loss that were analysed before.
-        largest_part: Fraction of the products in the largest part that no stage
-            boundary divides. One stage is estimated to take this fraction of all
-            compute seconds.
+        largest_part: Fraction of the products in the largest part of the model that no
+            cut point divides; one stage takes this fraction of all compute seconds.
+            Default: 0.
 
     Returns:
-        Seconds of a step by number of micro-batches. 0 if no layout has that number;
-        the search itself reports the reason.
+        Step seconds by number of micro-batches; 0 if no layout has that number. The
+        search then reports the reason.
 
     Raises:
         PlanError: A stage would have devices of several kinds.
@@ -221,13 +225,13 @@ def least_steps(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _KindSeconds:
-    """Least seconds of all micro-batches of the full model on the devices of one stage.
+    """Lower bounds for the full model on one stage's devices of one kind.
 
     Attributes:
-        ratio: Measured over predicted seconds on the kind.
-        stages: Number of stages on the kind.
-        count: Number of micro-batches, by layout.
-        passes: Seconds of all passes, by layout.
+        ratio: Measured time over predicted time on this kind.
+        stages: Number of stages on this kind.
+        count: Number of micro-batches of each layout.
+        passes: Seconds of the forward and backward passes of a step, by layout.
         reduction: Seconds of the gradient reduction, by layout.
         compute: Compute seconds, by layout.
     """
@@ -254,17 +258,17 @@ class StageBounds:
         known: ProgramCache | None = None,
         again: Again | None = None,
     ) -> None:
-        """Prices the full model on the devices of one stage of each kind.
+        """Evaluates the full model on the devices of one stage of each kind.
 
         Args:
             graph: Captured loss.
             cluster: Devices of all stages.
-            request: Options of the search, over all devices.
+            request: Options of the search for all devices.
             stages: Number of stages.
             counts: Numbers of micro-batches.
             known: Programs of the loss that were analysed before.
-            again: Traces other programs of the loss. With it, the bounds also hold for
-                attention in blocks.
+            again: Function that traces other programs of the loss. With it, the bounds
+                also hold for blocked attention.
 
         Raises:
             PlanError: A stage would have devices of several kinds.
@@ -311,11 +315,11 @@ class StageBounds:
             )
 
     def seconds(self, count: int, done: int | None = None) -> float:
-        """Returns the least seconds of a step; 0 if no layout has the number.
+        """Returns a lower bound on the step seconds; 0 if no layout has the number.
 
         Args:
-            count: Number of micro-batches that the global batch is divided into.
-            done: Number of these that the pipeline runs; default: all.
+            count: Number of micro-batches of the global batch.
+            done: Number of micro-batches that the pipeline computes; default: all.
         """
         done = count if done is None else done
         speed = 0.0
@@ -334,7 +338,8 @@ class StageBounds:
         return 1 / float(speed) if speed else 0.0
 
     def compute_seconds(self, count: int) -> float:
-        """Returns the least compute seconds of a step on any kind; 0 without a layout.
+        """Returns the least compute seconds of a step on any kind, or 0 without a
+        layout.
 
         Args:
             count: Number of micro-batches.
@@ -347,11 +352,11 @@ class StageBounds:
         return least if least < math.inf else 0.0
 
     def most_within(self, seconds: float, count: int) -> int:
-        """Returns the largest number of micro-batches whose bound is below a time.
+        """Returns the most micro-batches that the pipeline may compute in a given time.
 
         Args:
-            seconds: Seconds of a step.
-            count: Number of micro-batches that the global batch is divided into.
+            seconds: Step time in seconds, which the bound must stay below.
+            count: Number of micro-batches of the global batch.
         """
         numbers = range(1, count + 1)
         return bisect.bisect_left(
@@ -362,9 +367,7 @@ class StageBounds:
 def _least_passes(
     times: TimeColumns, cases: LayoutCases
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least seconds of the passes of all stages that divide a model, and of
-    the gradient reduction, by case.
-    """
+    """Returns least seconds of passes of all stages, and of the reduction."""
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction
@@ -373,11 +376,11 @@ def _least_passes(
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:
-    """Returns the error for a number of stages without a plan faster than a known one.
+    """Returns the error that no plan with these stages is faster than a known plan.
 
     Args:
         stages: Number of stages.
-        known_seconds: Seconds of a step in the known plan.
+        known_seconds: Step time of the known plan, in seconds.
     """
     known = milliseconds(known_seconds)
     return NotFaster(f"stage {stages}: no plan takes less than {known} a step")

@@ -1,8 +1,8 @@
 """Estimates replicas on mixed devices, to choose those to evaluate first.
 
-Layouts of replicas of all sizes are evaluated as arrays, at all numbers of
-micro-batches. All replicas use the fastest layout that fits the device kind with the
-least memory. Estimates leave out sequence parallelism and transfers to host memory.
+Layouts of replicas of all sizes, with all numbers of micro-batches, are evaluated as
+arrays. All replicas have the fastest layout that fits the device kind with least
+memory. Estimates ignore sequence parallelism and transfers to host memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from whalejax.planner.step_options import ProgramOptions
 
 
 SLACK: Final = 0.1
-"""Largest relative slowdown against the fastest estimate for replicas to evaluate."""
+"""Slowdown against the fastest estimate, as a fraction, up to which replicas count."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class LikelyReplicas:
     """Replicas that may be among the fastest.
 
     Attributes:
-        case: Devices of a replica, number of micro-batches and ZeRO level.
+        case: Size of a replica, number of micro-batches and ZeRO stage.
         seconds: Estimated seconds of a step.
     """
 
@@ -56,9 +56,10 @@ class LikelyReplicas:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Fastest layout of one case that fits the device kind with the least memory.
+    """Fastest layout of one case that fits the device kind with least memory.
 
-    ``place`` is its index in the program; ``gradients`` are bytes on a device.
+    ``place`` is the index of the layout in its program. ``gradients`` has bytes per
+    device.
     """
 
     program: ProgramOptions
@@ -75,13 +76,13 @@ def likely_replicas(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> list[LikelyReplicas]:
-    """Estimates replicas of each size with each number of micro-batches.
+    """Returns replicas that may be the fastest, by estimated times.
 
     Args:
         graph: Captured loss.
         cluster: Devices of several kinds.
-        request: Options of the search, over all replicas.
-        allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
+        request: Options of the search for all replicas.
+        allowed: Possible numbers of micro-batches, by number of devices of a replica.
         again: Function that traces other programs of the loss.
         known: Programs that were analysed before.
 
@@ -152,7 +153,6 @@ class _Estimates:
         return sum(float(collective_seconds(one, nbytes, parts)) for one in several)
 
     def _layouts(self) -> dict[SharesCase, _Layout]:
-        """Returns, by case, the fastest fitting layout with the least remat."""
         request, ring = self.request, ((ALL, "ring"),)
         remats: Sequence[Remat] = [
             ((ALL, policy),) if policy != "none" else () for policy in request.policies
@@ -185,7 +185,6 @@ class _Estimates:
         return devices_of_kind(self.cluster, kind, max(self.allowed))
 
     def _search(self, program: ProgramOptions) -> Search | None:
-        """Returns a search on the device kind with the least memory, or None."""
         analysed = self.analyses.of(*program)
         if analysed is None:
             return None
@@ -206,7 +205,6 @@ class _Estimates:
     def _fastest(
         self, program: ProgramOptions, levels: Sequence[int]
     ) -> dict[SharesCase, tuple[float, _Layout]]:
-        """Returns the fastest fitting layouts, for the kind with the least memory."""
         search = self._search(program)
         cases = None if search is None else search.at_every_count(self.allowed)
         if search is None or cases is None or not len(cases):
@@ -216,7 +214,7 @@ class _Estimates:
         offload = self.request.offload or ()
         memory = search.evaluator.memory(cases, offload, times=times)
         pace = (times.step - times.terms["update"]) / cases.count
-        # The buffer of the gradient exchange has the size of the gradients.
+        # The gradient reduction needs a buffer of the size of the gradients.
         gradients = memory.terms["gradients"]
         needs = memory.total + gradients
         sliced = memory.terms["optimizer"] * (1 - cases.devices / len(self.devices))

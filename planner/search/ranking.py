@@ -1,4 +1,4 @@
-"""Ranks plans: the fastest first; among ties, the one with the least memory."""
+"""Ranks plans by time; among nearly equal times, the least memory comes first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TypeVar
 Weighable = TypeVar("Weighable")
 
 TIE = 0.005
-"""Largest relative difference of step times that count as equal."""
+"""Largest difference of step times that count as equal, as a fraction."""
 
 SURE = 0.1
-"""Least relative speedup at which a plan of another kind is chosen or reported without
-a request. Predictions of different kinds are no more precise.
+"""Smallest speedup, as a fraction, at which a plan of another kind is chosen or
+reported although the user did not ask for it. Predictions of different kinds of plans
+are not more precise.
 """
 
 
@@ -25,13 +26,13 @@ def best_first(
     ties: Callable[[Weighable], tuple[float, float]],
     most: int = 32,
 ) -> list[Weighable]:
-    """Returns plans, the fastest first; among ties, the one with the least ``ties``.
+    """Returns plans by time, the fastest first; ``ties`` orders nearly equal times.
 
     Args:
         plans: Plans in any order.
         seconds: Function that returns the step time of a plan.
-        ties: Function that returns the memory and communication of a plan.
-        most: Number of plans to rank; the others are in order of time alone.
+        ties: Function that returns the memory and communication of a plan, to minimise.
+        most: Number of plans to rank; the others follow by time alone. Default: 32.
     """
     left = sorted(plans, key=seconds)
     first: list[Weighable] = []

@@ -1,4 +1,4 @@
-"""``Request``, the options of a search, and the candidates that it evaluates."""
+"""The options of a search (``Request``), and the candidates that it evaluates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from whalejax.planner.step_options import FixedOptions, StepOptions, option_word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadableState:
-    """State that an optimizer updates in chunks, so that it may be in host memory.
+    """State that an optimizer can update in chunks, and that may be in host memory.
 
     Attributes:
-        state: Bytes of optimizer state, by the path of its parameter.
+        state: Bytes of optimizer state by the path of its parameter.
         params: Paths of parameters that may be in host memory themselves.
     """
 
@@ -31,11 +31,11 @@ class OffloadableState:
     params: frozenset[str] = frozenset()
 
     def with_state(self, nbytes: Callable[[str, int], int]) -> OffloadableState:
-        """Returns a copy for a part of a model, which has less of the state.
+        """Returns a copy for a part of a model, with the part's bytes of state.
 
         Args:
-            nbytes: Function from a path and its full state's bytes to those in the
-                part.
+            nbytes: Function from the path and the full state's bytes of a parameter to
+                the bytes of the part.
         """
         state = {path: nbytes(path, whole) for path, whole in self.state.items()}
         return replace(self, state=state)
@@ -43,33 +43,35 @@ class OffloadableState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(FixedOptions):
-    """Options of a search, apart from graph and cluster; extends ``FixedOptions``.
+    """Options of a search other than graph and cluster.
 
     Attributes:
         optimizer: Bytes of the optimizer state.
-        state_bytes: Bytes of state that is neither trained nor computed.
+        state_bytes: Bytes of state that is neither trained nor recomputed.
         batch_bytes: Bytes of each leaf of the global batch.
-        num_micro_batches: Fixed by the user, or None for the search to choose.
-        default: Strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
-            or None to leave them to the search.
-        cast_bytes: Bytes of a parameter in its compute type, over its stored bytes.
-        narrowed: Whether only some TaskGraphs compute in 16 bits; the graph marks the
+        num_micro_batches: Number of micro-batches that the user fixed, or None.
+        default: Strategy of operations without a mark (``"replicate"`` or ``"split"``),
+            or None to let the search choose.
+        cast_bytes: Bytes of a parameter in its compute dtype, over its stored bytes.
+        narrowed: Whether only some TaskGraphs compute in 16 bits. The graph marks the
             tensors that they read.
-        num_devices: Devices to use.
+        num_devices: Number of devices to use.
         mesh: Axis sizes that the user fixed; others are searched.
-        zero: ZeRO level over ``data`` that the user fixed, or None.
-        policies: Remat policies to choose from, the one that saves most first.
-        hosted: Function that returns the state that may be in host memory, as the
-            optimizer can update it in chunks; called only if needed.
-        sliced: Function that returns the paths of parameters with elementwise updates;
-            each replica can keep a slice of their state. Called only if needed.
-        in_flight: Micro-batches whose activations are saved at once, as in a stage.
-        copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
-            ``context`` is a multiple of it.
+        zero: ZeRO stage over ``data`` that the user fixed, or None.
+        policies: Remat policies to choose from; the one with least recomputation first.
+        hosted: Function that returns the state that may be in host memory. Called only
+            if needed.
+        sliced: Function that returns the paths of parameters with elementwise updates,
+            of whose state each replica can store a slice. Called only if needed.
+        in_flight: Number of micro-batches whose activations are saved at a time, as in
+            a pipeline stage.
+        copies: Number of copies of the model that the marks require. The product of
+            ``data``, ``fsdp`` and ``context`` is a multiple of it.
         estimate: Whether the plan may use features that no executor runs.
-        one_part: Whether a stage has only one part of the model, without interleaving.
-        is_part: Whether the devices are those of one stage or replica; they then store
-            more than this search knows.
+        one_part: Whether each stage has one part of the model, which excludes
+            interleaved schedules.
+        is_part: Whether the devices are those of one stage or replica. Such devices
+            also store values that this search does not count.
     """
 
     optimizer: OptimizerBytes
@@ -96,7 +98,7 @@ class PlanDetails(Protocol):
     """Details of a plan that are computed on demand."""
 
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
-        """Returns the layout of each parameter group."""
+        """Returns the layout of each group of parameters."""
         ...
 
     def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
@@ -106,21 +108,21 @@ class PlanDetails(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCandidate(StepOptions):
-    """One evaluated plan: its ``StepOptions``, layout and predictions.
+    """Evaluated plan: its ``StepOptions``, layout and predictions.
 
     Attributes:
-        mesh: Axis sizes, outermost first, all axes present.
-        zero: ZeRO level over ``data``.
+        mesh: Sizes of all axes, outermost first.
+        zero: ZeRO stage over ``data``.
         num_micro_batches: Number of micro-batches in a step.
         tables: Compute table of each TaskGraph.
         facts: Parameters of the model, in groups of equal ones.
-        details: Computes ``layouts`` and ``collectives``.
+        details: Object that computes ``layouts`` and ``collectives``.
         time, memory: Predicted time and memory of a step.
-        wire_bytes: Payload of all collectives in a step, for breaking ties.
+        wire_bytes: Payload bytes of all collectives in a step, which break ties.
         fits: Whether the plan fits in memory.
         roomy: Whether it fits with the smallest possible number of micro-batches.
-        sequence_parallel_seconds: Likely and least seconds of a step of this layout
-            with the sequence sharded over ``tensor`` between products.
+        sequence_parallel_seconds: Likely step seconds, and a lower bound on them, of
+            this layout with the sequence sharded over ``tensor`` between products.
     """
 
     mesh: Mapping[str, int]
@@ -138,7 +140,7 @@ class LayoutCandidate(StepOptions):
 
     @functools.cached_property
     def layouts(self) -> tuple[LeafLayout, ...]:
-        """Layout of each parameter group."""
+        """Layout of each group of parameters."""
         return self.details.layouts_of(self)
 
     @functools.cached_property

@@ -1,9 +1,10 @@
 """Searches for the best layout of one program, from a captured loss and a cluster.
 
-It checks that the marks can be obeyed, and searches; ``spmd_plan`` makes the plan.
+It checks that the plan can obey the marks, and searches. ``spmd_plan`` then makes the
+plan.
 
 The module is long because ``ProgramSearches`` tries the programs of a loss in an order
-in which each bounds the later ones.
+in which each search bounds the next ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from whalejax.planner.step_options import LOSS_CHUNKS
 
 
 def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
-    """Returns a graph with the TaskGraphs of a plan.
+    """Analyses a graph with the TaskGraphs of a plan.
 
     Args:
         plan: Plan of the same model.
@@ -68,12 +69,13 @@ def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
 
 
 Again = Callable[[Remat, Chosen, int], Graph]
-"""Function that returns the captured loss with remat of some TaskGraphs, blockwise
-attention in some, and logits computed in a number of chunks."""
+"""Function that returns the captured loss with other options: remat of some TaskGraphs,
+blocked attention in some, and logits in a number of chunks.
+"""
 
 
 MOST_GRIDS = 32
-"""Largest number of layout grids that are kept for later searches."""
+"""Largest number of layout grids to keep for later searches."""
 
 
 class ProgramCache(
@@ -82,29 +84,30 @@ class ProgramCache(
         "tuple[GraphAnalysis, AnalysedProgram] | None",
     ]
 ):
-    """Programs of one loss, by remat, attention, chunks and compiler; None if there is
-    no such program.
+    """Programs of one loss by remat, attention, chunks and compiler.
+
+    The value is None if the loss has no such program.
 
     Attributes:
-        grids: Layouts of the last searches.
+        grids: Layouts of the most recent searches.
     """
 
     def __init__(self) -> None:
-        """Initialises the cache, without programs."""
+        """Creates a cache without programs."""
         super().__init__()
         self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdDecision:
-    """Result of a search.
+    """Result of a search for one program.
 
     Attributes:
         analysed: Analysed graph of the chosen plan.
         search: Search that found the plan.
-        weighed: Evaluated plans; the first is chosen.
-        gap: Fraction of the step by which another plan of one program may be faster;
-            None for a stage or a replica.
+        weighed: Evaluated plans, the chosen one first.
+        gap: Fraction of the step time by which another plan of one program may be
+            faster; None for a stage or a replica.
         on_paper: Clearly faster plan of one program that no executor runs, or None.
     """
 
@@ -122,7 +125,7 @@ def decided_on(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> SpmdDecision:
-    """Searches without the check of marks and the plan of ``spmd_plan.decide``.
+    """Searches as ``spmd_plan.decide`` does, but neither checks marks nor makes a plan.
 
     Args:
         graph, cluster, request, again, known: Arguments of ``spmd_plan.decide``.
@@ -158,10 +161,10 @@ def decided_on(
 
 
 def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Returns plans, except those that offload more than an equally fast plan."""
+    """Returns plans, without those that offload more than an equally fast plan."""
     alike: dict[object, list[LayoutCandidate]] = {}
     for one in fits:
-        # All other options are those of the search that gives the details.
+        # All other options are those of the search that computes the details.
         layout = tuple(one.mesh.items()), id(one.tables), one.zero
         key = id(one.details), layout, one.num_micro_batches
         alike.setdefault(key, []).append(one)
@@ -188,9 +191,10 @@ def searches(
 ) -> ProgramSearches:
     """Returns the finished searches of the programs that may have the best plan.
 
-    For each attention and number of chunks, the least remat comes first. Remat costs
-    time and saves memory. It cannot help if every layout fits with the fewest
-    micro-batches, or if a layout that fits is faster than all that do not.
+    For each kind of attention and number of chunks, the least remat comes first. Remat
+    costs time and saves memory. So more remat cannot help if every layout fits with the
+    fewest micro-batches, or if a layout that fits is faster than all layouts that do
+    not.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -209,8 +213,8 @@ class ProgramAnalyses:
 
     Attributes:
         graph: Captured loss.
-        cluster: Devices and their compiler.
-        again: Traces other programs of the loss; None if there are none.
+        cluster: Devices with their links and compiler.
+        again: Function that traces other programs of the loss; None if it has none.
         known: Programs that were analysed before.
     """
 
@@ -222,7 +226,7 @@ class ProgramAnalyses:
     def of(
         self, remat: Remat, attention: Chosen, chunks: int
     ) -> tuple[GraphAnalysis, AnalysedProgram] | None:
-        """Returns one program, or None if there is no such program."""
+        """Returns one program, or None if the loss has no such program."""
         key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
             graph = self._graph(remat, attention, chunks)
@@ -237,7 +241,7 @@ class ProgramAnalyses:
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
-        # Without blocks or chunks, there is no need to trace the program with remat.
+        # If there are no blocks or chunks without remat, remat is not traced.
         for policy in dict.fromkeys(((), remat)):
             graph = self.again(policy, attention, chunks)
             rings = any(op.kind == ATTENTION for op in graph.ops)
@@ -248,7 +252,7 @@ class ProgramAnalyses:
 
 
 class ProgramSearches:
-    """Searches of programs of one loss; each is bounded by the best before it.
+    """Searches of the programs of one loss; the best plan so far bounds each search.
 
     Attributes:
         found: Analysed programs with their searches.
@@ -277,7 +281,7 @@ class ProgramSearches:
         self.hopeless = False
 
     def best_seconds(self) -> float:
-        """Returns the step time of the fastest plan so far that fits, or infinity."""
+        """Returns the step time of the fastest plan that fits so far, or infinity."""
         steps = (
             s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
         )
@@ -291,7 +295,7 @@ class ProgramSearches:
         if self.hopeless:
             return
         if request.attention is None and self.again is not None:
-            # Blockwise attention moves fewer bytes even if no axis shards the sequence.
+            # Blocked attention moves fewer bytes even if no axis shards the sequence.
             self.policies(((ALL, "ring"),), asked)
         if request.loss_chunks is None and self.again is not None:
             if any(self.gains(search) for _, search in self.found):
@@ -319,25 +323,25 @@ class ProgramSearches:
                     apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
-        """Returns the attention of the fastest plan that fits, or of the last tried."""
+        """Returns the attention of the fastest plan that fits, or the last tried."""
         plans = [s for _, one in self.found for s in one.scored if s.fits]
         best = min(plans, key=lambda s: s.time.step_seconds, default=None)
         last = self.found[-1][1].request.attention or ()
         return last if best is None else best.attention
 
     def gains(self, search: Search) -> bool:
-        """Returns whether a plan would be the fastest if it did not lack memory.
+        """Returns whether a plan would be fastest if it did not lack memory.
 
-        Saving memory costs time: without such a plan, no other program can be faster.
-        Other programs do not allow more layouts either, unless this one lacks state
-        that the user asked to offload.
+        Only then can another program have the best plan, as its options save memory and
+        cost time. Another program may also have state that the user asked to offload
+        and this one lacks.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
         return bool(search.hosting.nothing) or lacks
 
     def policies(self, attention: Chosen, chunks: int) -> None:
-        """Searches the remat policies for one choice of attention and chunks."""
+        """Searches all remat policies for one choice of attention and chunks."""
         # Replicas and stages are searched many times, and some of them fit.
         first_of_all = not (self.found or self.request.is_part)
         lightest, *others = self.remats()
@@ -362,11 +366,11 @@ class ProgramSearches:
         return [((ALL, p),) if p != "none" else () for p in policies]
 
     def leanest_lacks(self) -> bool:
-        """Returns whether the leanest program lacks much memory in every layout.
+        """Returns whether every layout of the leanest program lacks much memory.
 
-        This program uses full remat, blockwise attention, logits in chunks and all
-        possible offload. No other program of the loss needs much less. So if this one
-        lacks more than ``HOPELESS`` of a device, no other has to be traced.
+        This program has full remat, blocked attention, logits in chunks and all
+        possible offload, and other programs hardly need less memory. So if it lacks
+        more than ``HOPELESS`` of a device's memory, no other program is traced.
         """
         request = self.request
         blocks = ((ALL, "ring"),) if request.attention is None else request.attention
@@ -399,13 +403,13 @@ class ProgramSearches:
         attention: Chosen,
         chunks: int,
     ) -> bool:
-        """Searches one program, and its best plans also with sequence parallelism.
+        """Searches one program, and its best plans with sequence parallelism too.
 
         Args:
             remat, attention, chunks: Options of the program.
 
         Returns:
-            Whether there is such a program.
+            Whether the loss has such a program.
         """
         if (remat, attention, chunks) in self.searched:
             return True
@@ -438,11 +442,12 @@ class ProgramSearches:
     def set_apart(
         self, analysed: GraphAnalysis, plain: Search, *, every: bool = False
     ) -> list[Search]:
-        """Runs and returns searches that also shard the sequence, for the best plans.
+        """Returns finished searches of the best plans with sequence parallelism.
 
         Args:
-            analysed, plain: Program and its search without sequence parallelism.
-            every: Whether to search all possible candidates, not only the likeliest.
+            analysed, plain: Program, and its search without sequence parallelism.
+            every: Whether to search all possible plans, not only the likeliest;
+                default: False.
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence or plain.has_one_sample:
@@ -463,11 +468,11 @@ class ProgramSearches:
             near = dict(itertools.islice(near.items(), left))
         tried.update(near)
         if asked:
-            plain.scored = []  # They must not bound the requested plans.
+            plain.scored = []  # Plans that were not asked for must not set the bound.
         result = []
         for split in map(plain.program.splits.of, near):
             if not split.parents:
-                continue  # There are no operations between products.
+                continue  # The program has no operations between products.
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -499,7 +504,7 @@ class ProgramSearches:
         return min(paper, key=lambda one: one.time.step_seconds, default=None)
 
     def least_left_out(self) -> float:
-        """Returns the least seconds of a step over layouts that were not evaluated."""
+        """Returns the least step seconds of layouts that were not evaluated."""
         best = self.best_seconds()
         least_left_out = [search.least_skipped for _, search in self.found]
         if self.request.sequence_parallel is False:
@@ -516,12 +521,15 @@ class ProgramSearches:
 
 
 HOPELESS = 0.1
-"""Fraction of a device's memory that the leanest program may lack while other programs
-are still tried: remat, blocks and chunks need some memory themselves."""
+"""Fraction of a device's memory that the leanest program may lack while others are
+still tried. Others may need less, as remat, blocks and chunks use some memory
+themselves.
+"""
 
 FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
-"""Largest numbers of sets of sharded dimensions with which sequence parallelism is
-tried: before the best plan of each program is known, and in a stage or replica."""
+"""Largest number of sets of sharded dimensions to try with sequence parallelism: before
+each program's best plan is known, and in a stage or replica.
+"""
 
 
 def _no_sequence(search: Search) -> str:
@@ -530,44 +538,42 @@ def _no_sequence(search: Search) -> str:
     used = math.prod(mesh.values()) == search.request.num_devices
     if search.has_one_sample:
         why = (
-            "a micro-batch has one sample, and what stands between products is told by "
-            "its dimension of samples. Take fewer micro-batches, or fix context in "
-            "mesh= to shard the sequence everywhere"
+            "a micro-batch has one sample, and only a dimension of samples tells "
+            "which values are between products. Use fewer micro-batches, or fix "
+            "context in mesh= to shard the sequence everywhere"
         )
     elif not sizes:
         why = (
-            "the model has no sequence: no dimension that can be sharded meets itself "
-            "in a product, as attention's does"
+            "the model has no sequence: no dimension that can be sharded occurs twice "
+            "in a product, as in attention"
         )
     elif mesh.get("tensor", 1 if used else 2) == 1:
-        why = (
-            "mesh= leaves tensor 1, and it is that axis which would shard the sequence"
-        )
+        why = "mesh= sets tensor to 1, but the sequence is sharded over tensor"
     else:
         why = (
             f"the sequence ({sizes}) does not divide by any size of tensor (times "
-            "context) that the marks and mesh= leave, or no weights divide by it. Pad "
+            "context) that the marks and mesh= allow, or no weights divide by it. Pad "
             "the sequence, or fix another mesh="
         )
     return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
 
 
 def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
-    """Checks that a plan can obey the marks.
+    """Refuses marks that no plan can obey.
 
     Args:
         graph: Captured loss.
         num_devices: Number of devices to use.
-        stages: Number of stages of a pipeline without ``stage`` marks, if known.
+        stages: Number of stages of a pipeline without ``stage`` marks; default: 1.
 
     Raises:
-        PlanError: No plan can obey the marks; the message lists every problem.
+        PlanError: No plan can obey the marks; lists every problem.
     """
     problems = Problems("the marks cannot be obeyed", DeviceCountError)
     for text in graph.undeclared_marks:
         problems.add(
-            f"the mark {text} covers no operation of the loss: nothing inside it was "
-            "reached while tracing. Remove it or move it around what it should cover"
+            f"the mark {text} covers no operation of the loss: tracing reached nothing "
+            "inside it. Remove it or move it around what it should cover"
         )
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
@@ -581,10 +587,10 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     Args:
         graph: Captured loss.
         request: Other options of the search.
-        stages: Number of stages of a pipeline without ``stage`` marks.
+        stages: Number of stages of a pipeline without ``stage`` marks; default: 1.
 
     Raises:
-        PlanError: No plan can obey the marks; the message lists every problem.
+        PlanError: No plan can obey the marks; lists every problem.
     """
     count = request.num_devices
     check_marks(graph, count, stages)
@@ -597,8 +603,8 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
         given = {"stage": stages, **mesh} if stages > 1 else mesh
         fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
         raise DeviceCountError(
-            f"devices= of the marks gives one copy of the model {count // marks} of "
-            f"{count} devices, so data × fsdp × context is a multiple of {marks}; with "
-            f"{fixed} it is not. Change one of the two"
+            f"the marks' devices= put one copy of the model on {count // marks} of "
+            f"{count} devices, so data × fsdp × context must be a multiple of {marks}, "
+            f"but with {fixed} it is not. Change the marks or mesh="
         )
     return dataclasses.replace(request, copies=marks)

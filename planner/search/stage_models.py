@@ -1,8 +1,8 @@
-"""Cuts of a model into parts, and the models of its stages.
+"""Cuts a model into parts, and makes the models of its stages.
 
-A model is cut into stages at cut points; segments lie between neighbouring ones. In a
-layout of the full model, each segment has a time, a memory and a transfer to the next.
-Their sums are the estimates of the parts of a cut.
+Segments are the operations between neighbouring cut points. In a layout of the full
+model, each segment has a time, a memory and a transfer to the next. Sums over the
+segments of a part estimate the part.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class SegmentOperations:
     """Operations of a model by segment, for any layout.
 
     Attributes:
-        units: Program in units.
-        analysed: Graph of the program with its logical dimensions.
-        borders: Name of the first parameter that each segment but the first reads
-            anew: its cut point, in order.
-        at: Unit at which each of these segments starts.
+        units: Program as a list of units.
+        analysed: Graph of the program, with its logical dimensions.
+        borders: Cut points in order, one before each segment but the first. Each is
+            named after the first parameter that its segment is the first to read.
+        at: Unit at which each segment but the first starts.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SegmentOperations:
         self._copies_kernels = copies_kernels
         order = sorted(units.borders.items(), key=lambda pair: pair[1])
         at = [border for _, border in order]
-        # If two names mean one cut point, the first is kept.
+        # If two names mean one cut point, the first is used.
         self.borders = [
             name for i, (name, border) in enumerate(order) if border not in at[:i]
         ]
@@ -94,10 +94,7 @@ class SegmentOperations:
 
     @functools.cached_property
     def _regions(self) -> tuple[Graph, list[tuple[int, int]]]:
-        """Graph with a region for each pair of segment and TaskGraph, and these pairs.
-
-        A region is a TaskGraph of the new graph.
-        """
+        """Graph with a TaskGraph per (segment, TaskGraph) pair, and the pairs."""
         graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
         ops = []
         for op in graph.ops:
@@ -111,17 +108,17 @@ class SegmentOperations:
 
     @property
     def spots(self) -> list[tuple[int, int]]:
-        """Segment and original TaskGraph of each region."""
+        """(Segment, original TaskGraph) pair of each region of the rows."""
         return self._regions[1]
 
     @functools.cached_property
     def rows(self) -> OperationRows:
-        """Cost rows of operations, with the region of each."""
+        """Cost rows of operations; their TaskGraphs are the regions of ``spots``."""
         return build_rows(self._regions[0], self.analysed.dims)
 
     @functools.cached_property
     def saved(self) -> Sequence[SavedTensorGroup]:
-        """Saved tensors, with the region of each."""
+        """Saved tensors; their TaskGraphs are the regions of ``spots``."""
         graph = self._regions[0]
         weight = graph.weight_tensors()
         copies = self._copies_kernels
@@ -134,7 +131,7 @@ class Segments:
 
     Attributes:
         folded: Operations of the model by segment.
-        search, scored: Search that found the layout, and the layout.
+        search, scored: Search that found the layout, and the evaluated layout.
         handed: Function from bytes to the seconds of their transfer to the next stage.
     """
 
@@ -151,13 +148,13 @@ class Segments:
         self.scored = scored
 
     def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Returns the cut points of parts, from the number of segments of each."""
+        """Returns the cut points of parts with given numbers of segments."""
         ends, borders = itertools.accumulate(counts), self.folded.borders
         return tuple(borders[end - 1] for end in ends if end <= len(borders))
 
     @property
     def setting(self) -> CostSetting:
-        """Cost setting of the rows."""
+        """Mesh sizes and micro-batches for the cost rows."""
         return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
 
     @functools.cached_property
@@ -167,11 +164,11 @@ class Segments:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """Seconds of each segment's forward and backward pass of a micro-batch."""
+        """Seconds of each segment's passes, forward and backward, of a micro-batch."""
         rows, spots = self.folded.rows, self.folded.spots
         s, result = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
-        # Segments have the same layers, so most rows differ only in their place.
+        # Segments have equal layers, so most rows differ only in their segment.
         known: dict[Hashable, float] = {}
         for row in rows.ops:
             table = self._tables[row.task_graph]
@@ -190,7 +187,7 @@ class Segments:
 
     @functools.cached_property
     def layers(self) -> list[Layer]:
-        """Segments as links of a chain."""
+        """Segments as layers of a chain."""
         saved, kept = self.folded.saved, [0.0] * self.folded.count
         sizes = kept_bytes(saved, self._tables, self.setting)
         for entry, nbytes in zip(saved, sizes, strict=True):
@@ -207,14 +204,14 @@ class Segments:
         ]
 
     def seconds_of(self, division: Division) -> tuple[float, ...]:
-        """Returns an estimate of the seconds of each part for a micro-batch."""
+        """Returns the estimated seconds of each part for one micro-batch."""
         return tuple(
             sum(self.seconds[i] * share for i, share in each.items())
             for each in self._shares(division)
         )
 
     def layers_of(self, division: Division) -> list[Layer]:
-        """Returns the parts of a division as links of a chain."""
+        """Returns the parts of a division as layers of a chain."""
         layers = []
         for each in self._shares(division):
             links = [(self.layers[i], share) for i, share in each.items()]
@@ -231,7 +228,6 @@ class Segments:
         return layers
 
     def _shares(self, division: Division) -> list[dict[int, float]]:
-        """Returns for each part the fraction of each segment's units that it holds."""
         segment_of, units = self.folded.segment_of, self.folded.units
         sizes = Counter(map(segment_of, range(len(units.units))))
         return [
@@ -245,10 +241,7 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Returns each segment's static bytes.
-
-        A parameter belongs to the segment that reads it first.
-        """
+        """Returns each segment's static bytes; first readers own parameters."""
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
         units = self.folded.units
@@ -269,10 +262,7 @@ class Segments:
         return static_bytes
 
     def _handed_seconds(self) -> list[float]:
-        """Returns the seconds to send each segment's result and to return its gradient.
-
-        The last segment sends nothing.
-        """
+        """Returns the seconds of each segment's transfers; 0 for the last one."""
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
@@ -283,16 +273,17 @@ class Segments:
 
 
 ROOM = 1000
-"""Factor on device memory in the search of a model or a stage. What fits is decided
-later, stage by stage."""
+"""Factor on device memory in the search for a model or a stage. Later, each stage
+decides which layouts fit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layout of a model, or of a stage's part of it.
+    """Layout of a model, or of the model of a stage.
 
     Attributes:
-        analysed: Analysed graph of the model or the part.
+        analysed: Analysed graph of this model.
         search: Search that found the layout.
         scored: Evaluated layout.
     """
@@ -305,7 +296,8 @@ class StageLayout:
 def laid_out(
     graph: Graph, cluster: Cluster, request: Request, known: ProgramCache
 ) -> list[StageLayout]:
-    """Returns every evaluated layout of a model, with ``ROOM`` times the memory.
+    """Returns every evaluated layout of a model on devices with ``ROOM`` times the
+    memory.
 
     Args:
         graph, cluster, request, known: Arguments of ``spmd_plan.decide``.
@@ -327,14 +319,14 @@ def laid_out(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DivisibleProgram:
-    """Program that may be cut, with the results that all pipeline plans share.
+    """Program that may be cut, with results that all pipeline plans share.
 
     Attributes:
         graph: Captured loss.
         units: The loss as a list of units.
-        known: Results of earlier searches.
-        stages: Model of each stage and its search results. The key has the cut points,
-            the number of parts, and the numbers of the stage's parts.
+        known: Programs that were analysed before.
+        stages: Model of each stage, with its search results, by cut points, number of
+            parts, and the numbers of the stage's parts.
     """
 
     graph: Graph
@@ -351,7 +343,7 @@ class DivisibleProgram:
     ) -> SegmentOperations:
         """Returns the operations of an analysed graph by segment, computed once."""
         copies = cluster.compiler.copies_kernels
-        key = id(analysed.graph), copies  # the result keeps the graph alive
+        key = id(analysed.graph), copies  # The result keeps the graph alive.
         if key not in self._folded:
             operations = SegmentOperations(self.units, analysed, copies_kernels=copies)
             self._folded[key] = operations
@@ -363,10 +355,10 @@ class DivisibleProgram:
 
 
 class TooFewParts(PlanError):
-    """The model cannot be cut into so many parts.
+    """The model cannot be cut into the requested number of parts.
 
     Attributes:
-        cut: Message on the parts alone, without other ways to divide the model.
+        cut: Message on the parts, without other ways to divide the model.
     """
 
     cut: str = ""
@@ -378,11 +370,11 @@ class ModelCut:
 
     Attributes:
         division: Operations of each part.
-        paces: Estimated seconds of each part for a micro-batch. On equal devices it is
-            one of ``ModelCuts.count``.
+        paces: Estimated seconds of one micro-batch on each part. On equal devices the
+            micro-batch is that of ``ModelCuts.count``.
         graphs: Model of each stage, with its search results.
         grounds: Devices of each stage.
-        allotted: Placement of the model on mixed devices; None if they are equal.
+        allotted: Placement of the parts on mixed devices; None if devices are equal.
     """
 
     division: Division
@@ -393,20 +385,20 @@ class ModelCut:
 
     @property
     def cut_key(self) -> tuple[object, ...]:
-        """Key of the cut: its cut points and its devices."""
+        """Cut points and devices, which identify the cut."""
         return self.division.starts, tuple(ground.block for ground in self.grounds)
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelCuts:
-    """Cuts of one program, each computed once.
+    """Cuts of one program; each is computed once.
 
     Attributes:
         whole: Program to cut.
         cluster: All devices.
         marked: Whether ``stage`` marks set the cut points.
-        count: Number of micro-batches for which the full model is laid out on equal
-            devices. The cut scales its activations to the schedule's number.
+        count: Number of micro-batches with which the full model is searched on equal
+            devices. A cut scales its activations to the number of the schedule.
     """
 
     whole: DivisibleProgram
@@ -424,14 +416,15 @@ class ModelCuts:
         *,
         hidden: bool = False,
     ) -> ModelCut:
-        """Cuts the model into the parts of a schedule.
+        """Returns the model, cut into the parts of a schedule.
 
         Args:
             table: Pipeline schedule.
             request: Options for the full model on the devices of one stage.
-            reserved: Bytes of a device that belong to no layer, by its kind's name.
-            hidden: Whether transfers between stages overlap with computation.
-                Otherwise they add to the time of the stage that receives.
+            reserved: Bytes per device that belong to no layer, by device kind; default:
+                none.
+            hidden: Whether transfers between stages overlap with computation. If not
+                (the default), they add to the time of the receiving stage.
 
         Raises:
             TooFewParts: The model has fewer parts than the schedule.
@@ -441,7 +434,7 @@ class ModelCuts:
         reserved = reserved or {}
         if self.cluster.is_uniform:
             request = replace(request, num_micro_batches=self.count)
-        # The cut depends on all of these.
+        # The key has all inputs of the cut.
         sizes = table.num_stages, table.num_chunks, table.num_micro_batches
         key = *sizes, hidden, *sorted(reserved.items())
         if key not in self._found:
@@ -494,7 +487,7 @@ class ModelCuts:
     ) -> dict[str, Segments]:
         """Returns the segments of the model on each kind of device.
 
-        All have the mesh and ZeRO level of the kind with the least memory.
+        On all kinds they have the mesh and ZeRO stage of the kind with least memory.
         """
         segments = {}
         for ground in by_memory(lying):
@@ -539,7 +532,7 @@ class ModelCuts:
         try:
             result = allot(chains, lying, table, reserved, hidden=hidden)
         except PlanError:
-            # The search of each stage decides what fits; it knows more.
+            # The search of each stage counts more memory, and decides what fits.
             roomy = dict.fromkeys(segments, -float("inf"))
             result = allot(chains, lying, table, roomy, hidden=hidden)
         starts = first.starts(result.placed.cut.counts)
@@ -559,7 +552,7 @@ class ModelCuts:
             )
             for place in range(table.num_places)
         ]
-        # The segments are those of ``count`` micro-batches.
+        # The segments have ``count`` micro-batches.
         layers = [
             replace(
                 layer,
@@ -575,7 +568,7 @@ class ModelCuts:
         try:
             result = cut(layers, places)
         except PlanError:
-            # The search of each stage decides what fits; it knows more.
+            # The search of each stage counts more memory, and decides what fits.
             result = cut(layers, [Stage()] * len(places))
         return divide_program(
             self.whole.units, segments.starts(result.counts)
@@ -587,7 +580,7 @@ def _too_few(table: Schedule, parts: int) -> TooFewParts:
     each = f" with {chunks} parts each" if chunks > 1 else ""
     most = "1 part that reads" if parts == 1 else f"{parts} parts that read"
     error = TooFewParts(
-        f"stage is {table.num_stages}{each}, and the model can be cut into at most "
+        f"stage is {table.num_stages}{each}, but the model can be cut into at most "
         f"{most} parameters of their own (loops and checkpointed regions are not "
         f"cut). Use at most {max(1, parts // chunks)}"
     )

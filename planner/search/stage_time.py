@@ -1,4 +1,4 @@
-"""Seconds that a pipeline stage takes for one micro-batch, from the cost of a step."""
+"""Time of one micro-batch on a pipeline stage, from the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from whalejax.planner.sharding.operation_rows import Row
 def turn_of(
     search: Search, scored: LayoutCandidate, ahead_rows: Sequence[Row] | None = None
 ) -> MicroBatchCost:
-    """Returns the costs of a micro-batch on a stage.
+    """Returns the costs of one micro-batch on a stage.
 
     Args:
         search: Search of the stage's model.
@@ -54,7 +54,7 @@ def turn_of(
     )
 
 
-_TERMS = {  # Purpose of a collective, and the term that counts its seconds.
+_TERMS = {  # Time term of a collective, by the purpose of the collective.
     "gradient": "gradient_seconds",
     "parameter": "parameter_seconds",
     "activation": "activation_seconds",
@@ -67,8 +67,8 @@ _TERMS = {  # Purpose of a collective, and the term that counts its seconds.
 def _sent_ahead(collectives: Sequence[Collective], s: CostSetting) -> dict[str, float]:
     """Returns the forward pass's part of each communication term, by name.
 
-    Overlap with computation is assumed equal in both passes. So each term is split in
-    proportion to the time of each pass's collectives without overlap.
+    Collectives are assumed to overlap with computation equally in both passes. So each
+    term is divided in proportion to the time of the collectives without overlap.
     """
     whole: dict[str, float] = defaultdict(float)
     ahead: dict[str, float] = defaultdict(float)
@@ -84,8 +84,8 @@ def _sent_ahead(collectives: Sequence[Collective], s: CostSetting) -> dict[str, 
 def _weight_share(graph: Graph) -> float:
     """Returns the fraction of the backward pass's products that can be postponed.
 
-    These are products of values with weights outside loops and checkpointed regions,
-    whose backward pass is one operation.
+    They are weights' gradients outside loops and checkpointed regions, as the backward
+    pass of such a region is one operation.
     """
     weight = graph.weight_tensors()
     late = whole = 0
@@ -103,13 +103,13 @@ def _weight_share(graph: Graph) -> float:
 def handed_bytes(
     analysed: GraphAnalysis, scored: LayoutCandidate, tensors: Sequence[int], parts: int
 ) -> float:
-    """Returns the bytes of some values of a micro-batch on a device of a stage.
+    """Returns the bytes of some values of one micro-batch, on one device of a stage.
 
     Args:
         analysed: Model that computes or reads the values.
         scored: Layout of the model.
         tensors: Ids of the values.
-        parts: Number of micro-batches in the batch of the captured model.
+        parts: Number of micro-batches that the captured batch stands for.
     """
     graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
     homes = graph.homes() if tensors else {}
@@ -123,12 +123,12 @@ def handed_bytes(
 
 
 def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:
-    """Returns the seconds of a transfer from the devices of one stage to the next.
+    """Returns the seconds of a transfer between neighbouring stages.
 
     Args:
         nbytes: Bytes that each device transfers.
-        mesh: Axis sizes, with that of the stages.
-        cluster: Devices and links.
+        mesh: Axis sizes, including ``stage``.
+        cluster: Devices and links of the cluster.
     """
     parts = axis_parts((STAGE,), mesh, cluster)
     return float(collective_seconds("collective-permute", int(nbytes), parts))

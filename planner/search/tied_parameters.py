@@ -1,7 +1,7 @@
-"""Costs of parameters that several stages read, such as tied tables.
+"""Bytes of parameters that several stages read, such as tied embedding tables.
 
-The first stage that reads such a parameter stores it. Once in a step, the parameter is
-copied to the others, and their gradients are sent back.
+The first stage that reads such a parameter stores it. Once in a step, the other stages
+get copies and send their gradients back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from whalejax.planner.sharding.layout import shards
 
 
 def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]:
-    """Returns the bytes of other stages' parameters on a device of each stage.
+    """Returns the bytes of other stages' parameters on one device of each stage.
 
     Args:
         division: Division of the model into parts.

@@ -1,9 +1,9 @@
-"""Replicas of mixed devices: their shares of a step, times and memory.
+"""Unequal replicas on mixed devices: their shares of a step, times and memory.
 
-With ZeRO-1, each keeps a slice of the optimizer state. If a parameter has a divisible
-dimension, each replica keeps and updates an equal slice of its state, whatever the
-replica's share of the micro-batches. Then all gather the parameters. State that an
-optimizer needs unsharded is replicated.
+With ZeRO-1, each replica stores and updates an equal slice of each parameter's
+optimizer state, whatever its share of micro-batches. Then all replicas gather the
+parameters. State without a divisible dimension, or that the optimizer needs unsharded,
+is replicated.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """Slices of the optimizer's state.
+    """Slices of the optimizer's state, one for each replica.
 
     Attributes:
         leaves: Parameters with the layout of their state.
-        state_bytes: Bytes of the optimizer state on a device.
-        whole_bytes: Bytes on a device if every replica kept all of the state.
-        gather: Collective that gathers the parameters, and its seconds.
+        state_bytes: Bytes of optimizer state on one device.
+        whole_bytes: Bytes on one device if every replica stored the full state.
+        gather: Collective that gathers the updated parameters, and its seconds.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -52,10 +52,10 @@ class Slices:
     gather: tuple[Collective, float]
 
     def note(self, replicas: int) -> str:
-        """Returns the note on the saved memory."""
+        """Returns the note on the memory that slices save."""
         return (
-            f"ZeRO-1: each of {replicas} replicas keeps and updates a slice of the "
-            f"optimizer's state, {gigabytes(self.state_bytes)} a device and not "
+            f"ZeRO-1: each of {replicas} replicas stores and updates a slice of the "
+            f"optimizer state, {gigabytes(self.state_bytes)} per device instead of "
             f"{gigabytes(self.whole_bytes)}; then they gather the parameters, "
             f"{gigabytes(self.gather[0].payload_bytes)} a step"
         )
@@ -71,42 +71,42 @@ def sliceable(request: Request) -> frozenset[str]:
 
 
 def check_zero(request: Request) -> None:
-    """Checks the ZeRO level of replicas with unequal shares.
+    """Refuses ZeRO stages that replicas with unequal shares do not support.
 
     Args:
         request: Options of the search.
 
     Raises:
-        PlanError: The level would shard gradients, or the optimizer or offload leaves
-            no state to slice.
+        PlanError: The ZeRO stage shards gradients, or the optimizer or offload leaves
+            no state to divide.
     """
     if not request.zero:
         return
     if request.zero > 1:
         raise PlanError(
-            f"zero is {request.zero}, and replicas with shares of their own add up "
-            "whole gradients. Give zero=1, which cuts the optimizer's state, or plan "
-            "for devices of one kind, without shares="
+            f"zero is {request.zero}, but replicas with unequal shares sum full "
+            "gradients. Give zero=1, which shards the optimizer state, or plan for "
+            "devices of one kind, without shares="
         )
     if request.offload:
         raise PlanError(
-            f"zero is 1 and offload is {', '.join(request.offload)}: slices of the "
-            "optimizer's state lie in the devices' own memory. Leave one of them out"
+            f"zero is 1 and offload is {', '.join(request.offload)}, but slices of the "
+            "optimizer state are in device memory. Leave zero or offload out"
         )
     if not sliceable(request):
         raise PlanError(
-            "zero is 1, and this optimizer has no state that it updates element by "
-            "element (norms over a parameter, as in LAMB, need it as a whole): there "
-            "is nothing to cut between replicas. Leave zero out, or take another "
+            "zero is 1, but this optimizer has no state that it updates element by "
+            "element (norms over a parameter, as in LAMB, need the full state): "
+            "replicas have nothing to divide. Leave zero out, or choose another "
             "optimizer"
         )
 
 
 def with_slices(request: Request, replicas: int) -> Request:
-    """Returns the request for one replica that keeps a slice of the state.
+    """Returns the request for one replica that stores a slice of the state.
 
     Args:
-        request: Request for a replica that keeps all of the state.
+        request: Request for a replica that stores the full state.
         replicas: Number of replicas that divide the state.
     """
     paths = sliceable(request)
@@ -119,7 +119,7 @@ def with_slices(request: Request, replicas: int) -> Request:
 
 
 def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) -> Slices:
-    """Divides the state of a plan's parameters into slices.
+    """Returns the slices of the optimizer state of a plan's parameters.
 
     Args:
         plan: Plan of one replica.
@@ -135,9 +135,9 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
     leaves = tuple(_cut(leaf, mesh, paths) for leaf in plan.leaves)
     if leaves == plan.leaves:
         raise PlanError(
-            f"zero is 1, and no parameter whose optimizer state can be cut has a "
-            f"dimension that {replicas} replicas divide. Leave zero out, or ask for "
-            "another number of replicas"
+            "zero is 1, but no parameter whose optimizer state can be divided has a "
+            f"dimension that is divisible by {replicas} replicas. Leave zero out, or "
+            "use another number of replicas"
         )
     gathered = sum(
         leaf.nbytes // shards(leaf.param_spec, mesh) for leaf in leaves if leaf.trained
@@ -160,7 +160,6 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
 
 
 def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> LeafPlan:
-    """Returns a leaf with its state sharded along the longest divisible dimension."""
     if leaf.path not in paths:
         return leaf
     dims = sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
@@ -179,22 +178,22 @@ def _state_bytes(
 
 
 def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
-    """Implements ``Plan.batch_slices``."""
+    """Returns the result of ``Plan.batch_slices``."""
     if not is_whole(node, 0):
         raise PlanError(
             f"node is {short_repr(node)}; expected the number of a node, from 0"
         )
     if not plan.shares:
         raise PlanError(
-            "every device of this plan takes a part of each micro-batch, so nodes have "
-            "no micro-batches of their own. A compiled step's batch_rows says which "
-            "samples a process gives"
+            "every device of this plan takes a part of each micro-batch, so nodes "
+            "have no micro-batches of their own. step.batch_rows of the compiled step "
+            "has the samples of a process"
         )
     counts = [node.count for node in plan.cluster.nodes]
     if not 0 <= node < len(counts):
         raise PlanError(
-            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. Of "
-            "processes that are no nodes, step.batch_rows() gives the samples"
+            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. "
+            "step.batch_rows() has the samples of processes that are not nodes"
         )
     size = plan.num_devices // len(plan.shares)
     start, end = sum(counts[:node]), sum(counts[: node + 1])
@@ -205,12 +204,12 @@ def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesCase:
-    """Size, micro-batches and ZeRO level of replicas to evaluate.
+    """Replicas to evaluate: their size, number of micro-batches and ZeRO stage.
 
     Attributes:
         size: Number of devices of a replica.
-        count: Number of micro-batches of all replicas.
-        zero: ZeRO level over replicas: 1 if each keeps a slice of the optimizer state.
+        count: Total number of micro-batches of all replicas.
+        zero: ZeRO stage over replicas: 1 if each stores a slice of the optimizer state.
     """
 
     size: int
@@ -224,13 +223,13 @@ class Replicas:
 
     Attributes:
         case: Case that was evaluated.
-        plan: Plan of one replica and one of its micro-batches, as the kind with the
-            least memory would run it alone.
+        plan: Plan of one replica for one of its micro-batches, on the device kind with
+            least memory.
         kinds: Kinds of each replica's devices.
         seconds: Seconds of a micro-batch on each replica.
-        after: Seconds of a replica's update.
-        exchange: Exchange between replicas, with its seconds.
-        slices: Slices of the optimizer state; None if each replica keeps all of it.
+        after: Seconds of the update of one replica.
+        exchange: Collective that reduces gradients over replicas, and its seconds.
+        slices: Slices of the optimizer state; None if each replica stores all of it.
         shares: Number of micro-batches of each replica.
     """
 
@@ -262,7 +261,7 @@ class Replicas:
 
     @property
     def devices(self) -> list[Device]:
-        """Device of each replica: its memory, and the bytes per micro-batch."""
+        """Device of each replica: its memory, and the bytes of a micro-batch on it."""
         static = self._memory_of(0).total_bytes
         piece = self._memory_of(1).total_bytes - static
         return [
@@ -278,20 +277,18 @@ class Replicas:
 
     @property
     def most(self) -> list[int]:
-        """Largest number of micro-batches that fits each replica's memory."""
+        """Largest number of micro-batches that fits in each replica's memory."""
         return [device.most(self.case.count) for device in self.devices]
 
     @property
     def lacks_bytes(self) -> int:
-        """Bytes that a device of the tightest replica lacks; negative if it has free
-        memory.
-        """
+        """Bytes that a device of the tightest replica lacks; negative if all fit."""
         pairs = zip(self.shares, self.devices, strict=True)
         return int(max(one.needs(k) - one.memory_bytes for k, one in pairs))
 
     @property
     def fits(self) -> bool:
-        """Whether every replica's micro-batches fit its devices."""
+        """Whether each replica has memory for its micro-batches."""
         return self.lacks_bytes <= 0
 
     @property
@@ -301,17 +298,17 @@ class Replicas:
 
     @property
     def gather_seconds(self) -> float:
-        """Seconds in which replicas gather the updated slices."""
+        """Seconds in which replicas gather the updated parameters."""
         return 0.0 if self.slices is None else self.slices.gather[1]
 
     @property
     def pace(self) -> float:
-        """Seconds until the last replica finishes its micro-batches."""
+        """Seconds until the last replica has computed its micro-batches."""
         return makespan(self.shares, self.seconds)
 
     @property
     def layout(self) -> str:
-        """Text that describes the layout."""
+        """Text of the layout."""
         inner = "".join(f" × {axis} {n}" for axis, n in self.plan.axes)
         total = self.plan.num_micro_batches
         words = f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
@@ -336,7 +333,7 @@ class Replicas:
 
 
 def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    """Returns the error if no evaluated replicas fit; it describes the nearest.
+    """Returns the error that no replicas fit, with the numbers of the nearest.
 
     Args:
         found: Evaluated replicas.
@@ -357,10 +354,10 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
     if device.static_bytes > room:
         needs = gigabytes(int(device.static_bytes))
         text = (
-            f"no shares fit ({nearest.layout}): {device.name} needs {needs} before it "
-            f"takes a micro-batch, with what replicas exchange, {short}. Give a "
-            'replica more devices (mesh=), cut the model into stages (mesh={"stage": '
-            f"2}}), or plan without {device.name}"
+            f"no shares fit ({nearest.layout}): {device.name} needs {needs} without "
+            f"any micro-batch, with the buffers of the gradient reduction, {short}. "
+            "Give a replica more devices (mesh=), divide the model into stages "
+            f'(mesh={{"stage": 2}}), or plan without {device.name}'
         )
     else:
         count, most = nearest.case.count, sum(nearest.most)
@@ -397,7 +394,7 @@ def devices_of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
 def most_shares(plan: PlanData) -> tuple[int, ...]:
     """Returns the largest number of micro-batches that fits each replica of a plan.
 
-    For parallel pipelines, a plan does not record it, and there is no bound.
+    Plans of parallel pipelines do not record these numbers, so nothing limits them.
 
     Args:
         plan: Plan whose replicas take unequal shares.

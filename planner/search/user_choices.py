@@ -1,4 +1,4 @@
-"""Choices that the user fixed, by arguments or by ``pipeline`` marks."""
+"""Pipeline options that the user fixed, by arguments or by ``pipeline`` marks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from whalejax.planner.search.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConstraints:
-    """Pipeline options that the user fixed, by arguments and by ``pipeline`` marks.
+    """Pipeline options that the user fixed, by arguments or by ``pipeline`` marks.
 
     Attributes:
         mesh: Fixed axis sizes.
-        num_micro_batches: Number of micro-batches of one pipeline, or None.
-        schedule: Pipeline schedule, or None for any.
+        num_micro_batches: Number of micro-batches of one pipeline; None for any.
+        schedule: Name of the pipeline schedule; None for any.
     """
 
     mesh: Mapping[str, int]
@@ -29,17 +29,17 @@ class PipelineConstraints:
     def of(
         cls, graph: Graph, request: Request, known: Collection[str]
     ) -> PipelineConstraints:
-        """Merges arguments and marks.
+        """Returns the options of arguments and marks together.
 
         Args:
             graph: Captured loss with its marks.
             request: Arguments of the user.
-            known: Supported schedules.
+            known: Names of the supported schedules.
 
         Raises:
-            PlanError: Arguments and marks contradict each other (the message lists
-                every pair), the schedule is not supported, or the batch is not
-                divisible by the number of micro-batches.
+            PlanError: Arguments and marks contradict each other (lists every pair), the
+                schedule is not supported, or the batch does not divide into the number
+                of micro-batches.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}
@@ -63,7 +63,7 @@ class PipelineConstraints:
                     fixed[key] = text, str(mark)
                 elif other != text:
                     problems.add(
-                        f"{mark} asks for {name} {text}, and {where} for {other}. "
+                        f"{mark} asks for {name} {text}, but {where} for {other}. "
                         "Drop one of the two, or change the mark"
                     )
         problems.raise_if_any()
@@ -84,8 +84,8 @@ class PipelineConstraints:
 def _check_schedule(name: str, where: str, known: Collection[str]) -> None:
     if name not in ("auto", *known):
         raise PlanError(
-            f"{where} asks for the schedule {name}, which plans do not run yet; "
-            f"expected one of {', '.join(known)}. Take one of these, or leave "
+            f"{where} asks for the schedule {name}, which no executor of this version "
+            f"runs; expected one of {', '.join(known)}. Choose one of these, or leave "
             "schedule= to the planner"
         )
 
@@ -96,7 +96,7 @@ def _check_parts(text: str, where: str, graph: Graph) -> None:
         count, rest = int(text), size % int(text)
         near = f"{size - rest} or " if size > rest else ""
         raise PlanError(
-            f"{where} asks for {count} micro-batches, into which the {size} samples of "
-            f"the batch do not divide. Use a batch of {near}{size - rest + count}, or "
-            "another num_micro_batches"
+            f"{where} asks for {count} micro-batches, but the {size} samples of the "
+            f"batch do not divide by {count}. Use a batch of "
+            f"{near}{size - rest + count}, or another num_micro_batches"
         )

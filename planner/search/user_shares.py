@@ -1,9 +1,9 @@
-"""Checks requested shares, and compares the samples that devices process at a time.
+"""Checks requested shares, and compares the samples that devices compute at a time.
 
-``num_micro_batches`` divides the global batch. The samples that a device then processes
-at a time depend on the plan. With shares, each replica takes complete micro-batches;
-without shares, all replicas divide each micro-batch. So plans with one fixed number for
-several clusters may differ in the work per device, and in its efficiency.
+``num_micro_batches`` divides the global batch. With shares, each replica computes whole
+micro-batches; without shares, all replicas divide each micro-batch. So with one fixed
+number, plans for several clusters may differ in the samples that a device computes at a
+time, and therefore in its efficiency.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def check_shares(
     num_devices: int,
     stages: int = 1,
 ) -> None:
-    """Checks requested shares.
+    """Refuses shares that the devices, the batch or other options do not allow.
 
     Args:
         graph: Captured loss.
         request: Other options of the search.
         asked: Micro-batches of each replica, or of each pipeline.
         num_devices: Number of devices of the full mesh.
-        stages: Number of stages of each pipeline; 1 for replicas without stages.
+        stages: Number of stages of each pipeline; default: 1, for replicas without
+            stages.
 
     Raises:
         PlanError: The shares are not counts, do not divide the devices or the batch, or
@@ -59,7 +60,7 @@ def check_shares(
     if data not in (None, len(asked)):
         wrong = f"mesh asks for data {data}"
     elif num_devices % (len(asked) * stages):
-        wrong = f"{num_devices} devices make no {len(asked)} {equal}"
+        wrong = f"{num_devices} devices do not divide into {len(asked)} {equal}"
     if wrong:
         raise PlanError(
             f"shares has {len(asked)} entries; {wrong}. Give one number for each "
@@ -76,13 +77,13 @@ def check_shares(
 
 @contextlib.contextmanager
 def said_of(what: str) -> Iterator[None]:
-    """Adds a prefix to plan errors that concern only a part of the devices.
+    """Adds a prefix to errors of its body that concern only some devices.
 
     Args:
-        what: Text that names the part.
+        what: Text of the prefix.
 
     Raises:
-        PlanError: The body raised it; the message gets the prefix.
+        PlanError: The body raised it; the message has the prefix.
     """
     try:
         yield
@@ -96,8 +97,8 @@ P = TypeVar("P", bound=PlanData)
 def samples_at_a_time(plan: PlanData) -> float:
     """Returns the work that one device does at a time, in samples of its stage.
 
-    Devices share the samples of a micro-batch, or the work of each sample: if four
-    devices under ``tensor`` process four samples, each does the work of one.
+    Devices divide the samples of a micro-batch, or the work of each sample. If four
+    devices of ``tensor`` compute four samples, each does the work of one.
 
     Args:
         plan: Plan whose batch leaves have the samples in dimension 0.
@@ -112,14 +113,14 @@ def samples_at_a_time(plan: PlanData) -> float:
 
 
 def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the note on a number of micro-batches that means several sizes.
+    """Returns the note that one number of micro-batches means several sizes.
 
     Args:
         asked: Requested number of micro-batches.
-        samples: Samples per micro-batch and device, by the name of the cluster.
+        samples: Samples per device at a time, by name of the cluster.
 
     Returns:
-        One note, or none if all clusters have equal samples.
+        The note, or nothing if the samples are equal on all clusters.
 
     >>> unlike_note(8, {"a": 4.0, "b": 4.0})
     ()
@@ -136,13 +137,13 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
         words.append(f"{what} on {' and '.join(names)}")
     return (
         f"num_micro_batches={asked} is not the same everywhere: a device does "
-        f"{', '.join(words)}. Leave it out, or give each cluster a number of its own, "
-        "to compare step times",
+        f"{', '.join(words)}. To compare step times, leave it out, or give each "
+        "cluster its own number",
     )
 
 
 def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
-    """Returns a plan for another cluster, with the note on its micro-batches.
+    """Returns a plan for another cluster, with the note on its micro-batches if due.
 
     Args:
         before: Original plan.

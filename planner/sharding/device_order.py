@@ -1,14 +1,12 @@
 """Orders a plan's devices by traffic, if the rate of every link is known.
 
 Levels describe groups of devices, but not which pairs share a fast link. If a cluster
-lists the rate of every link, mesh ranks that exchange many bytes are placed on fast
+lists the rate of every link, mesh ranks that exchange many bytes get devices with fast
 links. This is a quadratic assignment problem. For at most eight devices, all placements
-are compared. For more, each rank in turn gets the cheapest free device, given those
-placed before it; then pairs are exchanged as long as that helps. The given order,
-improved in the same way, is used if it is better.
+are compared. For more, each rank in turn gets the free device that is cheapest with the
+ranks placed so far. Then pairs of ranks swap devices as long as that helps. The
+cluster's order, improved in the same way, is used if it is better.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -30,17 +28,18 @@ EXACT_DEVICES: Final = 8
 """Largest number of devices for which all placements (40,320) are compared."""
 
 _LEAST_SWAP_GAIN: Final = 1e-12
-"""Smallest relative gain of an exchange; smaller gains are rounding errors and might
-never end."""
+"""Smallest gain of a swap, as a fraction. Smaller gains are rounding errors, and swaps
+might never end.
+"""
 
 
 def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
-    """Returns the device of each rank that minimises the total time of all transfers.
+    """Returns the device of each rank with the least total time of all transfers.
 
     Args:
         traffic_bytes: Array ``[ranks, ranks]`` of bytes, by sender and receiver.
-        seconds_per_byte: Array ``[devices, devices]`` of the links between devices; as
-            many devices as ranks. The diagonals are ignored.
+        seconds_per_byte: Array ``[devices, devices]`` of the links between as many
+            devices as ranks. The diagonals are ignored.
 
     Returns:
         Device of each rank; among equal placements of at most eight devices, the first
@@ -95,14 +94,16 @@ def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 problems.add(f"{name} has shape {matrix.shape}; expected a square")
             elif not (np.isfinite(matrix) & (matrix >= 0)).all():
-                problems.add(f"{name} has numbers below zero or none; expected 0 or up")
+                problems.add(
+                    f"{name} has negative or non-finite entries; expected 0 or more"
+                )
             else:
                 np.fill_diagonal(matrix, 0.0)
         if not problems and result[0].shape != result[1].shape:
             problems.add(
-                f"traffic_bytes is of {len(result[0])} ranks, seconds_per_byte of "
-                f"{len(result[1])} devices; expected as many. Give idle devices ranks "
-                "that send nothing"
+                f"traffic_bytes is for {len(result[0])} ranks, seconds_per_byte for "
+                f"{len(result[1])} devices; expected equal numbers. Give idle devices "
+                "ranks that send nothing"
             )
     return result[0], result[1]
 
@@ -113,7 +114,7 @@ def _orders(count: int) -> Order:
 
 
 def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
-    """Places the rank with the most traffic to placed ranks next, at least cost."""
+    """Places the rank with most traffic to placed ranks next."""
     both = traffic + traffic.T
     order = np.full(len(traffic), -1, np.intp)
     free = np.ones(len(traffic), bool)
@@ -135,7 +136,7 @@ def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
 
 
 def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
-    """Exchanges the pair with the largest gain until no exchange gains."""
+    """Swaps the pair with the largest gain until no swap gains."""
     order = order.copy()
     while True:
         links = seconds[np.ix_(order, order)]
@@ -148,14 +149,15 @@ def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
 
 
 def _gains(traffic: Matrix, links: Matrix) -> Matrix:
-    """Returns the seconds that each exchange saves, as an array ``[ranks, ranks]``."""
+    """Returns the seconds that each swap saves, as an array ``[ranks, ranks]``."""
     # Cost of rank r on the device of rank s, if all others stay.
     pays = traffic @ links.T + traffic.T @ links
     now = np.diag(pays)
     # Both ends of the pair's own link move, so its cost is computed separately.
     own = traffic * links + traffic.T * links.T
     swapped = traffic * links.T + traffic.T * links
-    # In pays[r, s] the partner s is still on its old device: a free link to itself.
+    # In pays[r, s], the partner s is still on its old device, with a free link to
+    # itself.
     gains: Matrix = now[:, None] + now[None, :] - own - pays - pays.T - swapped
     np.fill_diagonal(gains, 0.0)
     return gains
@@ -164,18 +166,18 @@ def _gains(traffic: Matrix, links: Matrix) -> Matrix:
 P = TypeVar("P", bound=PlanData)
 
 MOST_DEVICES = 256
-"""Largest number of devices to order: each swap costs matrix products."""
+"""Largest number of devices to order, as each swap costs matrix products."""
 
 _LEAST_GAIN = 1e-3
-"""Smallest relative gain that changes the cluster's own order."""
+"""Smallest gain, as a fraction, for which the cluster's own order is changed."""
 
 
 def ordered(plan: P) -> P:
     """Returns the plan with its devices placed by traffic, or unchanged.
 
-    Plans with a program for each stage, with uneven shares or with several kinds of
-    device keep the cluster's order: there, the work of a rank depends on its device. So
-    do plans that leave devices idle or have more than ``MOST_DEVICES``.
+    Plans with a program per stage, unequal shares or several device kinds keep the
+    cluster's order, as the work of a rank depends on its device. Plans that leave
+    devices idle or have more than ``MOST_DEVICES`` keep it too.
 
     Args:
         plan: Plan on a cluster with or without links.
@@ -197,9 +199,9 @@ def ordered(plan: P) -> P:
     if after >= before * (1 - _LEAST_GAIN):
         return plan
     note = (
-        f"devices are taken in the order {', '.join(map(str, order))}, by what they "
-        f"send each other: {after * 1e3:.3g} ms of transfers a step in all, "
-        f"{before * 1e3:.3g} ms in the cluster's own order"
+        f"devices are ordered as {', '.join(map(str, order))}, by what they send each "
+        f"other: {after * 1e3:.3g} ms of transfers a step in total, {before * 1e3:.3g} "
+        "ms in the cluster's own order"
     )
     return dataclasses.replace(plan, device_order=order, notes=(*plan.notes, note))
 

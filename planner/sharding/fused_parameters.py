@@ -1,9 +1,9 @@
-"""Fused parameters, whose readers split a dimension of the parameter.
+"""Fused parameters, of which a dimension is split by their readers.
 
 A kernel ``[embed, 3 · heads]`` is read as ``[embed, 3, heads]``. An axis that shards
 the heads cannot shard the kernel along them, because they are the minor part of a
-dimension. It shards another dimension of the stored kernel instead, which is unsharded
-in the computation; one exchange converts between the two layouts.
+dimension. So it shards another dimension of the stored kernel, which the computation
+does not shard. One exchange converts between the two layouts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FusedLayout:
     """Sharding of a fused parameter.
 
     Attributes:
-        inner: Roles that are dimensions only in its readers, with their sizes.
-        others: Roles of its dimensions that are not fused, in the order of
+        inner: Sizes of the roles that are dimensions only in readers, by role.
+        others: Roles of the dimensions that are not fused, in the order of
             ``ParameterForms.storage``.
     """
 
@@ -40,14 +40,14 @@ class FusedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterForms:
-    """Forms in which the parameters are read.
+    """Forms in which operations read the parameters.
 
     Attributes:
         weight: Whether each tensor depends on parameters alone.
         fused: Sharding of each fused parameter and of its forms, by tensor id. A value
             of several parameters is a form of the largest.
         minor: Roles that are only the minor part of a dimension for some reader.
-        storage: Shardable roles of the parameters, those that cover most bytes first.
+        storage: Shardable roles of the parameters; those with most bytes come first.
     """
 
     weight: tuple[bool, ...]
@@ -57,7 +57,7 @@ class ParameterForms:
 
 
 def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
-    """Determines the forms in which the parameters are read.
+    """Returns the forms in which operations read the parameters.
 
     Args:
         graph: Captured loss.
@@ -97,9 +97,9 @@ def picks(graph: Graph) -> bool:
 def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
     """Returns the fused dimensions at which parameters may be split.
 
-    A dimension counts as fused if its major part is an index of components, such as
-    query, key and value: readers select from it, and no product sums over it.
-    Parameters that are split before any reader are left out.
+    A dimension is fused if its major part is an index of components, such as query, key
+    and value. Readers select from such an index, and no product sums over it.
+    Parameters that are split before all readers are left out.
 
     Args:
         graph: Captured loss.
@@ -122,15 +122,15 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     """Finds reshapes of values that make a dimension the minor part of another.
 
     ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and ``[time,
-    batch, ...]`` to ``[time · batch, ...]`` the batch: readers cannot be sharded along
-    a hidden dimension.
+    batch, ...]`` to ``[time · batch, ...]`` hides the batch. Readers cannot be sharded
+    along a hidden dimension.
 
     Args:
         graph: Captured loss.
 
     Returns:
         Positions of the reshapes, and the number of operations for which a shardable
-        dimension is only a minor part; 0 if no reshape merges dimensions.
+        dimension is only a minor part. The number is 0 if no reshape hides a dimension.
     """
     weight = graph.weight_tensors()
     made = (op for op in graph.ops if op.reshape and op.operands)
@@ -158,15 +158,16 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
 def computed_whole(
     graph: Graph, dims: Dimensions, sharded: Set[int]
 ) -> dict[int, tuple[Op, int]]:
-    """Finds operations in which a sharded dimension is only a minor part of another.
+    """Returns operations in which a sharded dimension is only the minor part of
+    another.
 
     Args:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
-        sharded: Roles that some axis shards.
+        sharded: Roles that some mesh axis shards.
 
     Returns:
-        First of these operations and their number, by role.
+        (First of these operations, their number), by role.
     """
     whole: dict[int, tuple[Op, int]] = {}
     for op, roles in _hiding(graph, _minor_only_roles(dims, graph.weight_tensors())):
@@ -177,7 +178,7 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """Returns each value's shardable roles that are only minor; none for weights."""
+    """Returns each value's shardable roles that are only minor parts."""
     return [
         frozenset()
         if weight[t]
@@ -244,7 +245,6 @@ def _majors(layout: Layout, sizes: Layout) -> dict[int, int]:
 
 
 def _minors(layout: Layout) -> frozenset[int]:
-    """Returns the roles of a tensor that are the major part of no dimension."""
     major = {atoms[0] for atoms in layout if atoms}
     return roles_of(layout) - major
 
@@ -270,18 +270,18 @@ def lying(
     table: Table,
     mesh: Mapping[str, int],
 ) -> Spec:
-    """Returns the layout of a parameter under a compute table, as it can be stored.
+    """Returns the layout in which a parameter can be stored for a compute table.
 
     Args:
-        layout: Roles of each dimension, major atom first.
-        sizes: Sizes of the same atoms.
-        fused: Sharding of the fused parameter, or None if it is not fused.
+        layout: Roles in each dimension, major role first.
+        sizes: Sizes of these roles.
+        fused: Sharding of the fused parameter; None if it is not fused.
         table: Table of the TaskGraph.
         mesh: Sizes of the mesh axes.
 
     Returns:
-        Layout under the table. For a fused parameter, an axis that divides an inner
-        role shards another dimension instead; other axes do not shard the role.
+        Layout under the table. In a fused parameter, an axis that shards an inner role
+        shards another dimension instead if that is divisible.
     """
     if fused is None:
         return spec_of(layout, sizes, table, mesh)

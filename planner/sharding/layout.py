@@ -1,9 +1,8 @@
 """Converts tables to layouts: the mesh axes that shard each dimension of a tensor.
 
-A plan is written in roles: ``table[axis]`` is an ordered list of logical dimensions,
-with one table for each TaskGraph. This module converts a table to the layout of one
-tensor. It is separate because the cost model, the parameter specs and the lowering must
-agree on it exactly.
+A plan has a table for each TaskGraph, in which ``table[axis]`` is an ordered list of
+roles. The cost model, the parameter specs and the lowering all use this module, so they
+agree on the layout of a tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", *SPATIAL_AXES, "tenso
 """Names of the mesh axes, outermost first."""
 
 GRID_AXES = tuple(axis for axis in MESH_AXES if axis not in SPATIAL_AXES)
-"""Mesh axes whose sizes the search over arrays sets."""
+"""Mesh axes whose sizes the search sets as arrays."""
 
 STAGE = MESH_AXES[0]
-"""Mesh axis of stages, which shards only layers."""
+"""Mesh axis of pipeline stages, which divides only layers."""
 
 Table = Mapping[str, tuple[int, ...]]
 """Roles that each mesh axis may shard, in order of preference."""
@@ -36,7 +35,7 @@ Table = Mapping[str, tuple[int, ...]]
 
 @functools.lru_cache(maxsize=4096)
 def _divisors(number: int) -> tuple[int, ...]:
-    """Returns the divisors from the prime factors: numbers of samples may be large."""
+    """Returns the divisors from the prime factors, as numbers may be large."""
     result, left, prime = [1], number, 2
     while left > 1:
         if prime * prime > left:
@@ -50,7 +49,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors, ascending.
+    """Returns all divisors of a number in ascending order.
 
     >>> divisors(12), divisors(0)
     ([1, 2, 3, 4, 6, 12], [])
@@ -68,9 +67,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def replicas(mesh: Mapping[str, int]) -> int:
-    """Returns the number of devices that compute with the same shards of parameters.
+    """Returns the number of devices with the same shards of computed parameters.
 
-    The mesh has all axes; only spatial axes may be left out.
+    The mesh must have all axes but the spatial ones.
 
     >>> replicas({"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 8})
     8
@@ -82,7 +81,7 @@ def replicas(mesh: Mapping[str, int]) -> int:
 def axis_roles(
     present: set[int] | frozenset[int], table: Table, mesh: Mapping[str, int]
 ) -> dict[str, int]:
-    """Returns the role that each mesh axis shards, of those present.
+    """Returns the role that each mesh axis shards in a tensor or an operation.
 
     Args:
         present: Roles of the tensor or the operation.
@@ -90,7 +89,7 @@ def axis_roles(
         mesh: Sizes of the mesh axes, outermost first.
 
     Returns:
-        Role by axis, for axes above size 1 that shard one.
+        Role by axis, for axes of size above 1 that shard a role.
     """
     roles: dict[str, int] = {}
     for axis, size in mesh.items():
@@ -103,10 +102,10 @@ def axis_roles(
 
 @functools.lru_cache(maxsize=2**12)
 def major_dims(layout: Layout) -> Mapping[int, int]:
-    """Returns, by role, the first dimension whose major atom it is.
+    """Returns the first dimension of which each role is the major atom, by role.
 
     Args:
-        layout: Roles of each dimension, major atom first.
+        layout: Roles in each dimension, major role first.
     """
     places = reversed(list(enumerate(layout)))
     return {atoms[0]: dim for dim, atoms in places if atoms}
@@ -117,12 +116,12 @@ def spec_of(
 ) -> Spec:
     """Returns the layout of a tensor under a table.
 
-    An axis shards the first of its roles that is divisible and the major atom of one of
-    the tensor's dimensions: a PartitionSpec cannot name a minor atom.
+    An axis shards the first of its roles that is divisible and the major role of a
+    dimension. A PartitionSpec cannot name a minor role.
 
     Args:
-        layout: Roles of each dimension, major atom first.
-        sizes: Sizes of the same atoms.
+        layout: Roles in each dimension, major role first.
+        sizes: Sizes of these roles.
         table: Table of the TaskGraph.
         mesh: Sizes of the mesh axes, outermost first.
     """
@@ -143,7 +142,7 @@ def spec_of(
 
 
 def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
-    """Returns the number of shards of a tensor; an array for arrays of axis sizes."""
+    """Returns the number of shards of a tensor; an array if axis sizes are arrays."""
     parts: Any = 1
     for axes in spec:
         for axis in axes:
@@ -164,7 +163,7 @@ def extend_spec(
     mesh: Mapping[str, int],
     dims: Sequence[int],
 ) -> Spec:
-    """Shards one more dimension for storage, if any of the dimensions divides.
+    """Adds a storage axis to the first dimension whose length it divides.
 
     Args:
         spec: Layout without the axis.
@@ -174,7 +173,7 @@ def extend_spec(
         dims: Dimensions to try, best first.
 
     Returns:
-        Layout with the axis last on the first dimension that it divides, if any.
+        Layout with the axis last in that dimension; unchanged if it divides none.
     """
     if mesh.get(axis, 1) == 1 or any(axis in axes for axes in spec):
         return spec

@@ -1,15 +1,14 @@
 """Constraints of the user: ``split(axis=…)``, axes in metadata, and marked devices.
 
-Hints name a dimension that an axis has to shard. They are checked here before the
-search, so that all problems are reported at once: unknown names, dimensions that cannot
-be sharded, contradictory hints.
+Such hints name a dimension that an axis must shard. They are checked before the search,
+which reports all problems at once: unknown names, dimensions that cannot be sharded,
+and contradictory hints.
 
-Whale's virtual devices are the numbers of devices that marked TaskGraphs take. Devices
-are assigned in sequence. Each stage has its own devices, one stage after the other.
-TaskGraphs outside stages share theirs, so that a replicated backbone and a split head
-are on the same devices. All devices over the devices of one model replica give the
-degree of the surrounding data parallelism (Jia et al., Whale, USENIX ATC 2022, section
-3.2.1).
+Whale's virtual devices are the numbers of devices that marked TaskGraphs use. Devices
+are assigned in sequence, and each stage has its own. TaskGraphs outside stages share
+devices, so a replicated backbone and a split head are on the same ones. The number of
+all devices over that of one replica is the degree of data parallelism around the model
+(Jia et al., Whale, USENIX ATC 2022, section 3.2.1).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _Key = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Numbers of devices within one model replica.
+    """Numbers of devices in one model replica.
 
     Attributes:
         needed: Number of devices of one replica.
         has_stages: Whether stages are marked.
-        widths: Number of devices of each stage. The empty key has that of TaskGraphs
-            outside stages: the full replica, or one stage if no stage is marked.
+        widths: Number of devices by stage. The empty key is for TaskGraphs outside
+            stages: the full replica, or one stage if no stage is marked.
     """
 
     needed: int
@@ -53,13 +52,13 @@ def check_devices(
     problems: Problems,
     stages: int = 1,
 ) -> None:
-    """Reports device counts of marks that do not fit the devices.
+    """Reports marks whose numbers of devices are impossible.
 
     Args:
-        task_graphs: The marked TaskGraphs, in program order.
-        num_devices: Physical devices.
+        task_graphs: Marked TaskGraphs, in program order.
+        num_devices: Number of physical devices.
         problems: Collector of the errors.
-        stages: Number of stages of a pipeline in which no stage is marked, if known.
+        stages: Number of stages of a pipeline without marked stages; default: 1.
     """
     if num_devices == 1 and not _says_devices(task_graphs):
         return  # One device holds all of it.
@@ -73,8 +72,8 @@ def check_devices(
         if not _says_devices(task_graphs):
             remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
         problems.add(
-            f"the marks ask for {needed} devices ({listing}); there are {num_devices}. "
-            f"{remedy}"
+            f"the marks ask for {needed} devices ({listing}), but there are "
+            f"{num_devices}. {remedy}"
         )
     elif num_devices % needed:
         problems.add(
@@ -83,15 +82,15 @@ def check_devices(
         )
     if around is not None and places.has_stages and around != needed:
         problems.add(
-            f"replicate(devices={around}) stands around {stages} stages, and one copy "
-            f"of the model takes {needed} devices ({listing}). Give it {needed}, or "
-            "leave devices= out in one of the two"
+            f"replicate(devices={around}) is around {stages} stages, but one copy of "
+            f"the model takes {needed} devices ({listing}). Give it {needed}, or leave "
+            "devices= out in one of the two"
         )
     elif around is not None and around % stages:
         problems.add(
-            f"replicate(devices={around}) holds {stages} stages: one copy of the model "
-            f"takes {around} devices, which do not divide into {stages} stages. Use "
-            f"devices={stages} or a multiple of it"
+            f"replicate(devices={around}) is around {stages} stages, but its {around} "
+            f"devices do not divide into {stages} stages. Use devices={stages} or a "
+            "multiple of it"
         )
         return
     for graph in task_graphs:
@@ -107,15 +106,15 @@ def check_devices(
 
 
 def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) -> int:
-    """Returns the least number of copies of the model that the marks allow.
+    """Returns the smallest number of model copies that the marks allow.
 
     Args:
-        task_graphs: The marked TaskGraphs, which ``check_devices`` accepts.
-        num_devices: Physical devices.
-        stages: Number of stages of a pipeline in which no stage is marked.
+        task_graphs: Marked TaskGraphs, which ``check_devices`` accepts.
+        num_devices: Number of physical devices.
+        stages: Number of stages of a pipeline without marked stages; default: 1.
 
     Returns:
-        Number of devices over that of one copy if a mark gives a number; otherwise 1,
+        Number of devices divided by those of one copy if a mark gives a number, else 1,
         which is no limit.
     """
     if not _says_devices(task_graphs):
@@ -136,7 +135,7 @@ def _places(
             own[key] = own.get(key) or _stage_devices(graph)
         if count is not None:
             (inside if key else outside).append(count)
-    if not own:  # A pipeline whose stages are not marked cuts all of the model.
+    if not own:  # A pipeline without marked stages divides all of the model.
         needed = around or stages * max(outside, default=0) or num_devices
         return _Places(needed=needed, has_stages=False, widths={(): needed // stages})
     shared = max([n for n in (*own.values(), *inside) if n is not None], default=1)
@@ -209,20 +208,22 @@ MODEL_AXES = ("expert", "tensor")
 
 NO_WEIGHTS = {
     "data": (
-        "which shards the batch and, by ZeRO, optimizer state. To store it in shards, "
-        "map that name: axis_names={{{name!r}: 'fsdp'}}"
+        "which shards the batch and, with ZeRO, optimizer state. To store the weight "
+        "in "
+        "shards, map that name: axis_names={{{name!r}: 'fsdp'}}"
     ),
     "context": "which shards the sequence of activations. Drop that name",
     **dict.fromkeys(
-        SPATIAL_AXES, "which shares the space of activations. Drop that name"
+        SPATIAL_AXES, "which shards the space of activations. Drop that name"
     ),
 }
-"""Mesh axes that metadata cannot fix for a weight, with the remedy; ``name`` is the
-model's own name of the axis."""
+"""Advice for mesh axes that metadata cannot fix for a weight, by axis. ``name`` is the
+model's own name of the axis.
+"""
 
 NO_LAYERS = (
-    "over which only layers are divided: the first dimension of parameters that a "
-    "scan slices. Drop that name there"
+    "which divides only layers, the first dimension of parameters that a scan slices. "
+    "Drop that name there"
 )
 
 _WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -236,7 +237,7 @@ class AxisConstraint:
         role: Index of the logical dimension.
         axis: ``"tensor"`` or ``"expert"`` if metadata names it; None if a mark names
             the dimension and leaves the axis open.
-        where: Place of the user's request, for messages.
+        where: Origin of the user's request, for messages.
     """
 
     role: int
@@ -246,12 +247,12 @@ class AxisConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedAxes:
-    """Model axes that metadata fixes.
+    """Dimensions for which metadata fixes the mesh axis.
 
     Attributes:
         computed: Dimensions that are sharded in the computation, by TaskGraph.
-        stored: (dimension, mesh axis) pairs that shard only the storage of a tensor, by
-            tensor id; its readers gather it.
+        stored: (Dimension, mesh axis) pairs that shard only the storage of a tensor, by
+            tensor id. Readers gather the tensor.
     """
 
     computed: Mapping[int, tuple[AxisConstraint, ...]]
@@ -260,10 +261,10 @@ class FixedAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Roles that no model axis can shard, besides the batch and unshardable ones.
+    """Roles that no model axis can shard, other than the batch and unshardable ones.
 
     Attributes:
-        minor: Roles that are only a minor atom for some reader of a parameter.
+        minor: Roles that are only the minor part of a dimension for some reader.
         itself: Roles that occur twice in a product, as the sequence in attention.
     """
 
@@ -282,7 +283,7 @@ class Limits:
                 "can name; make it a dimension of its own"
             )
         if role.index in self.itself:
-            return "it meets itself, as a sequence does in attention"
+            return "it occurs twice in an operation, as a sequence does in attention"
         return ""
 
 
@@ -294,7 +295,7 @@ def mark_pins(
     limits: Limits,
     problems: Problems,
 ) -> tuple[AxisConstraint, ...]:
-    """Returns the dimensions that ``split(axis=…)`` names.
+    """Returns the dimensions that ``split(axis=…)`` asks to shard.
 
     Args:
         task_graph: Marked region.
@@ -302,7 +303,7 @@ def mark_pins(
         dims: Logical dimensions of the loss.
         present: Roles that occur in the region.
         limits: Roles that cannot be sharded.
-        problems: Collector of names that cannot be obeyed.
+        problems: Collector of the names that cannot be obeyed.
     """
     mark = task_graph.strategy
     name = mark.get("axis") if mark else None
@@ -338,8 +339,8 @@ def mark_pins(
 def role_names(role: Role) -> list[str]:
     """Returns the names that a user may write for a role: logical names, then leaves.
 
-    A dimension of a leaf is written as its path and index, ``head.kernel.1``; the part
-    up to a repeated layer's number may be left out.
+    A dimension of a leaf is written as its path and index, ``head.kernel.1``. The part
+    up to the number of a repeated layer may be omitted.
     """
     names = []
     for alias in dict.fromkeys((*role.aliases, role.name)):
@@ -401,7 +402,7 @@ def metadata_pins(
     meet: Mapping[int, Mapping[int, set[int]]],
     problems: Problems,
 ) -> FixedAxes:
-    """Returns the model axes that metadata fixes; checks ``fsdp`` and ``stage``.
+    """Returns the dimensions for which metadata fixes the axis.
 
     If two dimensions of one operation name the same axis, the computation shards the
     one with more bytes.
@@ -411,7 +412,7 @@ def metadata_pins(
         dims: Logical dimensions of the loss.
         homes: TaskGraph that computes with each parameter, by tensor id.
         limits: Roles that cannot be sharded.
-        meet: Roles that meet in one operation, by TaskGraph.
+        meet: Roles that occur with each role in one operation, by TaskGraph and role.
         problems: Collector of contradictions.
     """
     asked: dict[int, dict[AxisConstraint, list[tuple[int, int, str]]]] = {}
@@ -432,15 +433,17 @@ def metadata_pins(
             mark = home.strategy
             if axis != "fsdp" and mark is not None and mark.kind == "replicate":
                 problems.add(
-                    f"{where}, and {home.name} replicates it. Drop one of the two hints"
+                    f"{where}, but {home.name} replicates it. Drop one of the two hints"
                 )
                 continue
             atoms = dims.layouts[tensor.id][dim]
             if not atoms:
-                continue  # There is nothing to divide; ``unplanned_pins`` reports it.
+                continue  # Nothing is divided; ``unplanned_pins`` reports it.
             obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
             if obstacle:
-                problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
+                problems.add(
+                    f"{where}, which is impossible: {obstacle}. Drop that name"
+                )
             if obstacle or axis == "fsdp":
                 continue
             role = _role_to_shard(atoms, dims, limits)
@@ -462,10 +465,10 @@ def _kept_pins(
     meet: Mapping[int, set[int]],
     stored: dict[int, list[tuple[int, str]]],
 ) -> tuple[AxisConstraint, ...]:
-    """Returns the constraints of a TaskGraph that one layout obeys.
+    """Returns the constraints of a TaskGraph that one layout can obey.
 
-    The others apply only to storage; ``stored`` receives them. ``places_of`` has the
-    (tensor id, dimension, place of the request) of each pin.
+    The others apply only to storage, and are added to ``stored``. ``places_of`` has
+    (tensor id, dimension, origin of the request) of each constraint.
     """
 
     def nbytes(pin: AxisConstraint) -> int:
@@ -483,7 +486,7 @@ def _kept_pins(
 
 
 def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
-    """Yields (dimension, mesh axis) for every axis that metadata fixes."""
+    """Yields (dimension, mesh axis) of each axis that metadata fixes."""
     for dim, text in enumerate(tensor.pinned):
         for axis in (text or "").split("+"):
             if axis:
@@ -497,7 +500,7 @@ def _called(tensor: Tensor, dim: int, axis: str) -> str:
 
 
 def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
-    """Reports and returns the axes that shard several dimensions of one leaf."""
+    """Reports and returns axes that metadata fixes for several dimensions of a leaf."""
     places: dict[str, list[int]] = {}
     for dim, axis in pins_of(tensor):
         places.setdefault(axis, []).append(dim)
@@ -505,8 +508,8 @@ def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
         if len(held) > 1:
             listed = " and ".join(f"dim {d} ({tensor.shape[d]})" for d in held)
             problems.add(
-                f"{tensor.path}: its metadata puts axis {axis} on {listed}; one axis "
-                "can shard one dimension of a tensor. Keep one of them"
+                f"{tensor.path}: its metadata puts the axis {axis} on {listed}, but "
+                "one axis can shard only one dimension of a tensor. Keep one of them"
             )
     return {axis for axis, held in places.items() if len(held) > 1}
 
@@ -514,11 +517,11 @@ def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
 def check_together(
     pins: tuple[AxisConstraint, ...], meet: Mapping[int, set[int]], problems: Problems
 ) -> None:
-    """Reports pins of one region that no layout can obey together.
+    """Reports constraints of one region that no layout can obey together.
 
     Args:
-        pins: All pins of the region.
-        meet: Roles that meet in one operation.
+        pins: All constraints of the region.
+        meet: Roles that occur with each role in one operation.
         problems: Collector of contradictions.
     """
     for i, one in enumerate(pins):
@@ -527,8 +530,8 @@ def check_together(
             same = one.axis == other.axis or None in (one.axis, other.axis)
             if clash and same:
                 problems.add(
-                    f"{one.where}, and {other.where}: both stand in one operation, "
-                    "which one axis can shard along one of them. Drop one of the two"
+                    f"{one.where}, and {other.where}: both are in one operation, along "
+                    "one of which an axis can shard it. Drop one of the two"
                 )
 
 
@@ -545,7 +548,7 @@ def unplanned_pins(
     Args:
         graph: Captured loss.
         mesh: Axis sizes.
-        stages: Whether to check only the axis of stages; otherwise, all other axes.
+        stages: Whether to check only the axis ``stage``, instead of all others.
     """
     idle: dict[str, list[str]] = {}
     single: dict[str, list[str]] = {}
@@ -558,7 +561,8 @@ def unplanned_pins(
             elif tensor.shape[dim] == 1:
                 single.setdefault(axis, []).append(f"{tensor.path} dim {dim}")
     ones = [
-        f"the metadata names the mesh axis {axis} for what has size 1, where that name "
+        f"the metadata names the mesh axis {axis} for dimensions of size 1, where that "
+        "name "
         f"{NO_EFFECT}: {places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
         for axis, places in single.items()
     ]

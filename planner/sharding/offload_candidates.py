@@ -1,7 +1,7 @@
 """Finds values that may be offloaded: of checkpointed regions, and parameters.
 
-The planner counts these values and the lowering moves them, so both use this module. It
-also computes the transfer time that does not overlap with computation.
+The planner counts these values, and the lowering moves them. The module also computes
+the transfer time that does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 MOST_READERS = 2
-"""Largest number of regions that read an offloaded value: each would need its own copy,
-as decoder layers do of the encoder's output."""
+"""Largest number of regions that read an offloaded value. Each region needs a copy, as
+decoder layers do of the encoder's output.
+"""
 
 
 FORMS = ("convert_element_type", "reshape")
-"""Operations on whole parameters that may run on their slices instead, on the device,
-if the parameters are in host memory."""
+"""Operations on full parameters that may instead run on slices on the device, if the
+parameters are in host memory.
+"""
 
 
 def hosts_known(cluster: Cluster) -> bool:
@@ -34,9 +36,9 @@ def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) 
     """Returns the seconds of transfers that do not overlap with computation.
 
     Args:
-        nbytes: Bytes to or from the host, or arrays of them.
+        nbytes: Bytes to or from the host; may be an array.
         bytes_per_second: Rate of the link between a device and its host.
-        compute_seconds: Duration of the pass in which they are transferred.
+        compute_seconds: Seconds of the pass in which they are transferred.
     """
     return np.maximum(0.0, nbytes / bytes_per_second - compute_seconds)
 
@@ -44,23 +46,23 @@ def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) 
 def waiting_values(graph: Graph) -> dict[int, int]:
     """Returns the tensors that are in host memory if a plan offloads activations.
 
-    These are differentiable inputs of checkpointed regions, and the values that their
-    policies save. Values that all iterations of a loop read stay on the device, and so
-    do values outside regions.
+    They are differentiable inputs of checkpointed regions, and the values that the
+    regions' policies save. Values outside regions, and values that all iterations of a
+    loop read, stay on the device.
 
     Args:
         graph: Captured loss.
 
     Returns:
-        Number of offloaded copies by tensor id: one for each region that reads it, and
-        one if a policy saves it.
+        Number of offloaded copies by tensor id: one for each region that reads the
+        value, and one if a policy saves it.
     """
     moves, reads = _movable(graph), _reads_again(graph)
     maker: dict[int, Op] = {}
     readers: dict[int, set[int]] = {}
     values: dict[int, int] = {}
-    # Branches run unchanged, with the checkpointed regions inside; and so do calls that
-    # sort rows, which reshape their operands and results.
+    # Branches run unchanged, with the checkpointed regions inside them. So do calls
+    # that sort rows, which reshape their operands and results.
     whole = {op.position for op in graph.ops if op.kind in ("while", "cond", "reshape")}
     for op in graph.ops:
         if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
@@ -83,9 +85,10 @@ def waiting_values(graph: Graph) -> dict[int, int]:
 def sliced_leaves(graph: Graph) -> frozenset[int]:
     """Returns the parameters that only loops over layers read, one slice at a time.
 
-    They may be in host memory: each iteration fetches its slices. Parameters whose
-    slices are vectors are left out: they need separate transfers and save little.
-    Slices that enter an inner loop or branch are left out too: they would be copied or
+    They may be in host memory, from which each iteration fetches its slices. Parameters
+    whose slices are vectors are left out, as they need separate transfers and save
+    little. So are slices that enter an inner loop or branch: they would be copied or
+    sliced again, which compilers cannot do in host memory.
     sliced again, which compilers cannot do in host memory.
 
     Args:
@@ -138,10 +141,7 @@ def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
 
 
 def _movable(graph: Graph) -> list[bool]:
-    """Whether each tensor is computed from data, differentiable and no vector.
-
-    Vectors need separate transfers and save little.
-    """
+    """Returns whether each tensor is computed, differentiable and no vector."""
     weight = graph.weight_tensors()
     data = [t.kind == "batch" for t in graph.tensors]
     for op in graph.ops:
@@ -159,7 +159,7 @@ def _movable(graph: Graph) -> list[bool]:
 
 
 def _is_region_input(maker: Op, reader: Op) -> bool:
-    """Returns whether a region reads a value from outside, a new one per iteration."""
+    """Returns whether a region reads an outside value of each iteration."""
     if maker.remat == reader.remat and maker.kind not in LOOPS:
         return False
     if maker.kind in LOOPS:

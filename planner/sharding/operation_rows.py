@@ -1,12 +1,12 @@
-"""Cost rows: operations and layout changes, with equal ones of all layers counted.
+"""Cost rows: equal operations and layout changes of all layers, with their number.
 
-An unrolled model of a hundred layers has ten thousand operations, of which some fifty
-are different. A row is a different operation in terms of roles, with its count. The
-cost and memory models iterate over rows instead of operations, so depth costs nothing.
+An unrolled model of a hundred layers has ten thousand operations, of which about fifty
+are distinct. A row is a distinct operation in terms of roles, with a count. Cost and
+memory models iterate over rows instead of operations, so depth costs nothing.
 
-Usually the backward pass of a program has the elements of neighbours that its forward
-pass received. It does not in a loop or a checkpointed region: there the operand is
-saved or recomputed without them, and the halo exchange is repeated.
+Usually the backward pass still has the neighbours' elements that the forward pass
+received. In a loop or a checkpointed region, the operand is saved or recomputed without
+them, and the halo exchange is repeated.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from whalejax.planner.sharding.fused_parameters import FusedLayout, ParameterFor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Loops and checkpointed regions around one operation with windows.
+    """Loops and checkpointed regions around an operation with windows.
 
     Attributes:
         runs_again: Whether the backward pass recomputes the operation.
-        reads_operand: Whether its own backward pass reads the windows' elements.
-        in_loop: Whether it runs several times in one forward pass.
-        in_region: Whether it is in a checkpointed region.
-        around_loop: Whether that region contains its full loop, which then runs again
-            before the backward loop.
-        mergeable: Whether the region receives the operand, or makes it from its inputs
-            without a sum over devices that the compiler adds.
+        reads_operand: Whether the operation's backward pass reads the windows'
+            elements.
+        in_loop: Whether the operation runs several times in one forward pass.
+        in_region: Whether the operation is in a checkpointed region.
+        around_loop: Whether the region contains the full loop of the operation, which
+            then runs again before the backward loop.
+        mergeable: Whether the region receives the operand, or computes it from its
+            inputs without a sum over devices that the compiler adds.
     """
 
     runs_again: bool
@@ -57,12 +58,12 @@ def repeats(
     again: Sequence[bool],
     index: int,
 ) -> Repeats:
-    """Returns the loops and regions around one operation.
+    """Returns the loops and checkpointed regions around one operation.
 
     Args:
         graph: The captured loss.
         dims: Logical dimensions of the loss.
-        maker: Operation that makes each tensor.
+        maker: Index of the operation that produces each tensor, or None.
         again: Whether the backward pass recomputes each operation.
         index: Index of the operation.
     """
@@ -93,7 +94,7 @@ def _holds_loop(graph: Graph, op: Op) -> bool:
 def _sums_before(
     graph: Graph, dims: Dimensions, maker: Sequence[int | None], index: int
 ) -> bool:
-    """Whether the region makes the operand from sums over samples or space."""
+    """Returns whether the region sums over samples or space to compute the operand."""
     region = graph.ops[index].remat
     waiting, seen = [graph.ops[index].operands[0]], set[int]()
     while waiting:
@@ -125,11 +126,11 @@ class Slot:
     """Operand or result in the form that its operation uses.
 
     Attributes:
-        layout, sizes: Roles and sizes of the atoms of each dimension.
+        layout, sizes: Roles in each dimension, major role first, and their sizes.
         nbytes: Bytes of the unsharded tensor.
         itemsize_bytes: Bytes of one element.
         differentiable: Whether a gradient flows through it.
-        weight: Whether it depends on parameters alone.
+        weight: Whether the tensor depends on parameters alone.
     """
 
     layout: Layout
@@ -141,25 +142,26 @@ class Slot:
 
     @property
     def roles(self) -> frozenset[int]:
-        """All roles of its dimensions."""
+        """All roles of the tensor's dimensions."""
         return roles_of(self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Matrix product in terms of roles: those of its rows, columns and so on.
+    """Matrix product in terms of roles.
 
     Attributes:
-        m, k, n, batch: Unsharded sizes.
-        m_roles, k_roles, n_roles, batch_roles: Roles of each size.
-        dtype: Numpy name of the operands' type.
-        left_gradient, right_gradient: Whether that operand needs a gradient, which is
-            one more product of the same FLOPs in the backward pass.
+        m, k, n, batch: Unsharded numbers of rows, summed elements, columns and
+            products.
+        m_roles, k_roles, n_roles, batch_roles: Roles of each of these.
+        dtype: NumPy name of the operands' dtype.
+        left_gradient, right_gradient: Whether that operand needs a gradient, which
+            takes one more product of as many FLOPs in the backward pass.
         share: Fraction of the product that is computed; below 1 if a mask hides some.
-        turned: Slot of the operand that is transposed for its weight's gradient; see
+        turned: Slot of the operand that is transposed for its weight's gradient, as in
             ``Graph.turned``.
-        zigzag: Whether rows of blockwise attention are assigned in zig-zag order.
-        groups: Number of matrices; each row is multiplied with one of them.
+        zigzag: Whether rows of blocked attention are in zig-zag order.
+        groups: Number of matrices; each row is multiplied by one of them.
     """
 
     m: int
@@ -187,22 +189,22 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Equal operations, counted.
+    """Equal operations, with their number.
 
     Attributes:
         kind: Name of the primitive.
         task_graph: TaskGraph of the operations.
         count: Number of executions in one forward pass.
-        operands, results: Slots that it reads and writes.
+        operands, results: Slots that the operations read and write.
         product: Matrix product, or None.
-        reads, writes: Slots in main memory if elementwise neighbours fuse.
-        reads_in_kernel, writes_in_kernel: Slots in main memory if a compiler also fuses
-            a normalization of rows into one kernel.
+        reads, writes: Slots that pass through memory if elementwise neighbours fuse.
+        reads_in_kernel, writes_in_kernel: The same if a compiler also fuses
+            normalizations of rows into one kernel.
         transcendental: Whether every element costs an exp, tanh or the like.
-        remat: Whether it runs again in the backward pass.
-        fused: Whether it is part of a kernel that recomputes it in the backward pass.
-        scope: Example of its place in the model, for reports.
-        windows: Windows along spatial dimensions; see ``Op.windows``.
+        remat: Whether the operations run again in the backward pass.
+        fused: Whether they are part of a kernel that the backward pass recomputes.
+        scope: Name stack of one of the operations, for reports.
+        windows: Windows along spatial dimensions, as in ``Op.windows``.
         repeats: Loops and checkpointed regions around windows, or None.
         rereads: Number of consecutive executions that read the same weights, as in a
             loop over time.
@@ -233,9 +235,10 @@ class Row:
 
     @property
     def cost_key(self) -> Hashable:
-        """Key of rows that differ at most in TaskGraph and scope.
+        """Key of rows that may differ only in TaskGraph and scope.
 
-        It compares parts by identity, so it is valid among the rows of one program.
+        It compares parts by identity, so it is valid only among the rows of one
+        program.
         """
         parts = [getattr(self, name) for name in _COMPARED]
         return tuple([x if isinstance(x, int | str) else id(x) for x in parts])
@@ -243,25 +246,25 @@ class Row:
     def kernel_memory_slots(
         self, compiler: CompilerProfile
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the slots that a compiler's kernels read and write in memory."""
+        """Returns the slots that a compiler's kernels read from and write to memory."""
         if compiler.fuses_normalizations:
             return self.reads_in_kernel, self.writes_in_kernel
         return self.reads, self.writes
 
 
 _COMPARED = tuple(f.name for f in fields(Row) if f.name not in ("task_graph", "scope"))
-"""Fields of ``Row`` that its cost depends on."""
+"""Fields of ``Row`` on which its cost depends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One kind of reader of a value.
+    """Equal readers of a value.
 
     Attributes:
-        view: Value in the form that the reader uses.
-        task_graph: TaskGraph of the reader.
-        present: All roles of the reading operation.
-        readers: Number of such operations.
+        view: Value in the form that the readers use.
+        task_graph: TaskGraph of the readers.
+        present: All roles of a reading operation.
+        readers: Number of readers.
     """
 
     view: Slot
@@ -272,21 +275,21 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Equal values between their producer and all their readers.
+    """Equal values, with their producer and all readers.
 
     Attributes:
-        source: Value in its producer's form; a leaf has its first reader's.
-        task_graph: TaskGraph of the value's producer.
-        present: All roles of the operation that produces it; empty for a leaf.
-        reduced: Roles that this operation sums over.
-        parameter: Whether the operation reads parameters alone.
+        source: Value in the producer's form; for a leaf, in the first reader's form.
+        task_graph: TaskGraph of the producer.
+        present: All roles of the producer; empty for a leaf.
+        reduced: Roles that the producer sums over.
+        parameter: Whether the producer reads parameters alone.
         uses: Readers of the value, in program order.
-        fused: Sharding of a fused value before it is read, if different; or None.
+        fused: Sharding of a fused value before it is read, if it differs; or None.
         count: Number of such values in one forward pass.
         remat: Whether the producer runs again in the backward pass.
-        read_remat: Whether a reader runs again, so that the reshard is repeated.
-        multiplied: Whether it is float32 and only products read it.
-        scope: Example of a place where it is read or produced.
+        read_remat: Whether a reader runs again, so that reshards are repeated.
+        multiplied: Whether the value is float32 and only products read it.
+        scope: Name stack of a producer or reader, for reports.
     """
 
     source: Slot
@@ -304,7 +307,7 @@ class Flow:
 
     @property
     def still(self) -> bool:
-        """Whether it needs no reshard or reduction under any layout."""
+        """Whether the value is never resharded or reduced, under any layout."""
         return (
             not self.reduced
             and self.fused is None
@@ -323,8 +326,8 @@ class OperationRows:
 
     Attributes:
         ops: Rows of operations.
-        flows: Values between operations that some layout reshards or reduces.
-        reading: Forms in which the parameters are read.
+        flows: Values that some layout reshards or reduces.
+        reading: Forms in which operations read the parameters.
     """
 
     ops: tuple[Row, ...]

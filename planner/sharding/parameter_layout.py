@@ -1,11 +1,11 @@
 """Layouts of parameters, gradients and optimizer state, in computation and storage.
 
-Storage has its own rule besides the compute tables: ZeRO and FSDP shard parameters,
-gradients and optimizer state over axes on which the computation splits the batch. All
-parameters try logical dimensions in one order, most bytes first. So the result reads
-like a table of rules.
+Storage has a rule of its own besides the compute tables: ZeRO and FSDP shard
+parameters, gradients and optimizer state over axes along which the computation divides
+the batch. All parameters try logical dimensions in one order, most bytes first. So the
+result is like a table of rules.
 
-The module is long because all facts about a parameter that layouts need come from the
+The module is long because everything that layouts need about a parameter comes from the
 operations that read it.
 """
 
@@ -46,13 +46,13 @@ from whalejax.planner.sharding.strategies import cut_roles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
-    """Bytes of the optimizer state: per parameter, and others.
+    """Bytes of the optimizer state, by parameter and in total.
 
     Attributes:
         by_path: Bytes of state per parameter, by its path.
         other_bytes: Bytes of all other state.
-        operations: Number of roots, quotients and the like per element in an update,
-            on CPUs, where they take longer than the memory access.
+        operations: Number of roots, quotients and the like per element in an update.
+            They take longer than the memory access on CPUs.
     """
 
     by_path: Mapping[str, int]
@@ -61,12 +61,12 @@ class OptimizerBytes:
 
     @property
     def key(self) -> Hashable:
-        """Key that is equal for equal bytes."""
+        """Key that equal bytes share."""
         return tuple(self.by_path.items()), self.other_bytes, self.operations
 
     @property
     def followed_bytes(self) -> int:
-        """Bytes of all state per parameter, without step counts and the like."""
+        """Total bytes of the state of parameters, without step counts and the like."""
         return sum(self.by_path.values())
 
 
@@ -76,33 +76,34 @@ class LeafGroup:
 
     Attributes:
         shape: Shape of each parameter.
-        layout, sizes: Roles and sizes of the atoms of each dimension.
-        fused: Sharding of a fused parameter, or None.
-        home: TaskGraph that first computes with them.
+        layout, sizes: Roles in each dimension, major role first, and their sizes.
+        fused: Sharding of a fused parameter; None if it is not fused.
+        home: TaskGraph that first computes with the parameters.
         order: Dimensions that storage may shard, best first.
         pinned: Dimension that metadata shards over ``fsdp``, or None.
-        gathers: Number of gathers in a micro-batch if they are stored in shards: one
-            for each form that the forward pass reads, and one more if the backward pass
-            needs it.
-        turns: Number of gathers whose result XLA's CPU compiler transposes, if the last
+        gathers: Number of gathers of a parameter in a micro-batch if it is stored in
+            shards: one for each form that the forward pass reads, and one more if the
+            backward pass needs it.
+        turns: Number of gathers that XLA's CPU compiler transposes if the last
             dimension is sharded. It is 1 for convolutions, which transpose their
             operands themselves, and 0 for looked-up tables.
         uses: Number of operations that read a parameter, each of which computes a
-            gradient of it; a reader of a slice counts as the slice's fraction.
-        multiplied: Whether they are float32 and only products read them.
-        narrowed: Bytes of a parameter when it is read, over its stored bytes and over
+            gradient of it. A reader of a slice counts as the slice's fraction.
+        multiplied: Whether the parameters are float32 and only products read them.
+        narrowed: Bytes of a parameter as read, divided by its stored bytes and by
             ``Request.cast_bytes``. It differs from 1 if only some TaskGraphs compute in
-            16 bits, and for types other than float32 and quantised ones.
+            16 bits, and for quantised dtypes and dtypes other than float32.
         nbytes: Bytes of one parameter.
-        trained: Whether they have gradients and an optimizer.
-        held: (dimension, mesh axis) pairs that metadata shards in storage and the
+        trained: Whether the parameters have gradients and optimizer state.
+        held: (Dimension, mesh axis) pairs that metadata shards in storage, but the
             computation does not.
         slices: Number of slices along the first dimension, if a loop reads and gathers
-            one at a time; otherwise 1.
-        looked_up: Whether only lookups of rows read them.
-        chunked: Whether their gradient is summed over token chunks, in the stored type.
+            one at a time; else 1.
+        looked_up: Whether only lookups of rows read the parameters.
+        chunked: Whether the gradient is summed over chunks of tokens, in the stored
+            dtype.
         optimizer_bytes: Bytes of optimizer state of one parameter.
-        operations: Roots and the like in its update; see ``OptimizerBytes``.
+        operations: Attribute ``OptimizerBytes.operations`` of one parameter.
     """
 
     shape: tuple[int, ...]
@@ -128,25 +129,27 @@ class LeafGroup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one unsharded gradient; 0 if there is none."""
+        """Bytes of one unsharded gradient; 0 without a gradient."""
         return self.nbytes if self.trained else 0
 
     @property
     def updated_bytes(self) -> int:
-        """Bytes that an update moves: it reads the gradient, and reads and writes
-        parameter and state.
+        """Bytes that an update moves.
+
+        It reads the gradient, and reads and writes the parameter and its state.
         """
         if not self.trained:
             return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
 
     def moved_bytes(self, compiler: CompilerProfile, selected: Any = False) -> Any:
-        """Returns the bytes of one parameter when it is transferred to its readers.
+        """Returns the bytes of one parameter in a transfer to its readers.
 
         Args:
             compiler: Compiler of the program.
-            selected: Whether its rows are sharded, or an array over meshes. Rows are
-                looked up before any product, so they move in the stored type.
+            selected: Whether its rows are sharded, or an array over meshes; default:
+                False. Rows are looked up before any product, so they move in the stored
+                dtype.
         """
         if not self.multiplied or not compiler.narrow_products:
             return self.nbytes / 1
@@ -157,7 +160,7 @@ class LeafGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafLayout:
-    """Layouts of the parameters of one group; see ``plan.LeafPlan``."""
+    """Layouts of the parameters of one group; see ``LeafPlan``."""
 
     compute: Spec
     param: Spec
@@ -166,21 +169,21 @@ class LeafLayout:
 
     @property
     def has_sharded_rows(self) -> bool:
-        """Whether the rows for lookups are sharded."""
+        """Whether the rows that lookups read are sharded."""
         return any(self.compute[-2:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafFacts:
-    """Facts about the parameters that the search needs, computed once.
+    """Properties of the parameters that the search needs, computed once.
 
     Attributes:
         tensors: Parameters of the model.
-        groups: (group, number of its parameters) pairs.
+        groups: (Group, number of its parameters) pairs.
         group_of: Index of each parameter's group.
-        role_names: Names of the roles of each parameter's dimensions.
+        role_names: Names of the roles in each parameter's dimensions.
         storage: Roles in the order in which storage tries them.
-        common: Roles that values have and parameters lack: batch and sequences.
+        common: Roles that values have and parameters do not: batch and sequences.
         optimizer_other_bytes: Bytes of optimizer state that belong to no parameter.
     """
 
@@ -208,16 +211,16 @@ class LeafFacts:
         narrowed: bool = False,
         cast_bytes: float = 1.0,
     ) -> LeafFacts:
-        """Collects the facts.
+        """Returns the properties of a loss's parameters.
 
         Args:
             graph: Captured loss.
             dims: Logical dimensions of the loss.
             reading: Forms in which the parameters are read.
             optimizer: Bytes of the optimizer state.
-            narrowed: Whether only some TaskGraphs compute in 16 bits.
-            cast_bytes: Bytes of a float32 parameter when computing, over its stored
-                bytes.
+            narrowed: Whether only some TaskGraphs compute in 16 bits; default: False.
+            cast_bytes: Bytes of a float32 parameter in computation, over its stored
+                bytes; default: 1.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
@@ -287,7 +290,7 @@ class LeafFacts:
         """Returns the same parameters with the storage axes that metadata fixes.
 
         Args:
-            stored: Stored axes by tensor id; see ``LeafGroup.held``.
+            stored: (Dimension, mesh axis) pairs by tensor id, as in ``LeafGroup.held``.
         """
         if not stored:
             return self
@@ -303,7 +306,7 @@ class LeafFacts:
         tables: Mapping[int, Table],
         mesh: Mapping[str, int],
     ) -> tuple[LeafPlan, ...]:
-        """Returns the plan of every parameter.
+        """Returns the layouts of every parameter, as plans store them.
 
         Args:
             layouts: Layout of each group.
@@ -344,12 +347,12 @@ def summed_over(
     mesh: Mapping[str, int],
     common: frozenset[int],
 ) -> tuple[str, ...]:
-    """Returns the mesh axes over which a gradient is summed, outermost first.
+    """Returns the mesh axes over which a gradient is reduced, outermost first.
 
     Args:
         group: Group of the parameter.
         layout: Layouts of the parameter.
-        table: Compute table of the TaskGraph that reads it first.
+        table: Compute table of the first TaskGraph that reads the parameter.
         mesh: Axis sizes.
         common: Roles of the batch and of sequences.
     """
@@ -373,12 +376,13 @@ def _count_equal_groups(
 
 
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
-    """Returns a micro-batch's gathers of each parameter, if stored in shards.
+    """Returns the number of gathers of each parameter in a micro-batch.
 
-    Every product gathers its own copy, and again for its backward pass if the other
-    operand needs a gradient. Other readers share one saved copy. A checkpointed region
-    gathers again what its backward pass reads. A table that is looked up and multiplied
-    is gathered in two forms, because the compiler transposes shards.
+    It holds for parameters that are stored in shards. Every product gathers a copy of
+    its own, and again for its backward pass if the other operand needs a gradient.
+    Other readers share one saved copy. A checkpointed region gathers again what its
+    backward pass reads. A table that is looked up and multiplied is gathered in two
+    forms, as the compiler transposes shards.
     """
     gathers: Counter[int] = Counter()
     shared: dict[tuple[int, int | None], bool] = {}
@@ -394,7 +398,7 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
         )
         for t in {t for t in op.operands if weight[t]}:
             if op.regathers and op.remat is None:
-                # A chunked product's backward pass follows at once: one gather.
+                # The backward pass of a chunked product follows at once: one gather.
                 gathers[t] += 1 + (others and op.chunks == 1)
                 continue
             again = others and op.remat is not None and op.kind not in LINEAR
@@ -405,7 +409,6 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
 
 
 def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
-    """Returns the weights, and values of weights alone, that chunked products read."""
     result: set[int] = set()
     for op in reversed(graph.ops):
         if op.chunks > 1 and op.matmul is not None:
@@ -418,9 +421,9 @@ def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
 def _readers(
     graph: Graph, weight: Sequence[bool]
 ) -> dict[int, list[tuple[str, float]]]:
-    """Returns the readers of each parameter, through casts, slices and the like.
+    """Returns (kind, fraction that it reads) of each parameter's readers.
 
-    A reader is the kind of its operation and the fraction that it reads.
+    Readers are found through casts, slices and the like.
     """
     readers: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
@@ -440,7 +443,6 @@ def _readers(
 def _read(
     graph: Graph, weight: Sequence[bool], narrowed: bool, cast_bytes: float
 ) -> dict[int, float]:
-    """Returns ``LeafGroup.narrowed``."""
     wide = {t.id: t.dtype == "float32" for t in graph.params}
     result = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
     if not narrowed and not graph.frozen_bytes:
@@ -481,7 +483,7 @@ memory. So 16 columns take 8 times their bytes (libtpu 0.0.42, v5e).
 
 
 Readers = Mapping[int, Sequence[tuple[str, float]]]
-"""Kind of every operation that reads a tensor and the fraction it reads, by tensor."""
+"""(Kind, fraction that it reads) of every operation that reads a tensor, by tensor."""
 
 
 def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
@@ -489,7 +491,7 @@ def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
 
     Args:
         graph: Captured loss.
-        readers: Readers of each parameter, if known.
+        readers: Readers of each parameter, if known; default: None.
     """
     if readers is None:
         readers = _readers(graph, graph.weight_tensors())
@@ -506,7 +508,7 @@ def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
     """Returns whether some parameters have at least half of all bytes.
 
     Args:
-        some: Ids of these parameters.
+        some: Ids of the parameters to compare.
         params: All parameters.
     """
     here = sum(t.nbytes for t in params if t.id in some)
@@ -524,7 +526,7 @@ def _order(
 ) -> tuple[int, ...]:
     """Returns the dimensions that storage may shard: the pinned one, then by role.
 
-    For a narrow table, the columns (its last dimension) are the last choice.
+    The columns of a narrow table, its last dimension, come last.
     """
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
     last = len(layout) - 1 if narrow else None
@@ -534,8 +536,9 @@ def _order(
 
 
 def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:
-    """Returns the leaves of the batch, each with the TaskGraph that reads it first, or
-    None if no operation reads it.
+    """Returns (leaf of the batch, TaskGraph that reads it first) pairs.
+
+    The TaskGraph is None if no operation reads the leaf.
     """
     homes: dict[int, int] = {}
     for op in graph.ops:
@@ -550,7 +553,7 @@ def batch_specs(
     tables: Mapping[int, Table],
     mesh: Mapping[str, int],
 ) -> tuple[Spec, ...]:
-    """Returns the layouts of the batch's leaves in the tables of their first readers.
+    """Returns the layouts of the batch's leaves, in the tables of their first readers.
 
     Args:
         homes: Result of ``batch_homes``.
@@ -576,13 +579,13 @@ def lay_out(
     mesh: Mapping[str, int],
     zero: int,
 ) -> tuple[LeafLayout, ...]:
-    """Lays out the parameters, group by group.
+    """Returns the layouts of each group of parameters.
 
     Args:
-        facts: Facts about the parameters.
+        facts: Properties of the parameters.
         tables: Compute table of each TaskGraph.
         mesh: Axis sizes.
-        zero: ZeRO level over ``data``: 0, 1 or 2.
+        zero: ZeRO stage over ``data``: 0, 1 or 2.
     """
     out = []
     for group, _ in facts.groups:

@@ -1,20 +1,19 @@
-"""Finds the parts of a program that a plan computes otherwise, by TaskGraph.
+"""Finds the parts of a program that options change, by TaskGraph.
 
-TaskGraphs that compute in 16 bits: the others keep the model's own types. The captured
-program has the type in which each parameter is read; it decides the bytes that are
-gathered and stored.
+- Precision: some TaskGraphs compute in 16 bits, the others in the model's own dtypes.
+  The captured program has the dtype in which each parameter is read. This dtype sets
+  the bytes that are gathered and stored.
+- Attention in blocks (ring): keys and values go round a ring of devices, and one block
+  of scores is in memory at a time, which the backward pass recomputes. Without it, keys
+  and values of a sharded sequence are gathered, and all scores of a device's rows are
+  in memory.
+- Remat: a region is a run of equations of one TaskGraph in one repeated layer, inside
+  one ``jax.checkpoint``. Equations with the policy ``none``, and equations that the
+  user has wrapped in ``jax.checkpoint``, are in no region.
 
-Attention that can run blockwise (ring): otherwise keys and values of a sharded sequence
-are gathered, and all scores of a device's rows are in memory at once. Blockwise, keys
-and values go round a ring of devices, and one block of scores is in memory at a time;
-the backward pass recomputes the scores.
-
-Regions that the backward pass recomputes: a region is a run of equations inside one
-``jax.checkpoint``, those of one TaskGraph in one repeated layer. Equations with the
-policy ``none`` and those that the user already wrapped are outside regions. The policy
-``none`` recomputes nothing. ``dots`` saves results of products with weights. ``named``
-or ``named:a,b`` saves values that the model names. ``full`` saves only the inputs of a
-region.
+Of the remat policies, ``none`` recomputes nothing. ``dots`` saves results of products
+with weights. ``named`` and ``named:a,b`` save values that the model names. ``full``
+saves only the inputs of a region.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from whalejax.planner.step_options import REMAT_POLICIES, named_in
 
 
 def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
-    """Returns the precision of a TaskGraph: its own, or the one for all.
+    """Returns the precision of a TaskGraph: its own, or else that of ``"*"``.
 
     >>> precision_for("split", {"*": "bf16", "replicate": "f32"})
     'bf16'
@@ -55,21 +54,21 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
     """Returns the user's choices as (TaskGraph, precision) pairs.
 
     Args:
-        asked: Precision by the name of a TaskGraph; ``"*"`` means all others.
+        asked: Precision by name of a TaskGraph; ``"*"`` stands for all others.
         graph: Captured loss.
 
     Returns:
-        Pairs for precisions other than ``f32``, and for exceptions from ``"*"``.
+        Pairs with precisions other than ``f32``, and with exceptions from ``"*"``.
 
     Raises:
-        PlanError: A precision or TaskGraph does not exist; the message lists all.
+        PlanError: A precision or TaskGraph does not exist; lists all.
     """
     problems = Problems("precision", PlanError)
     given = dict(asked)
     check_task_graphs(given, graph, problems)
     for text in dict.fromkeys(repr(p) for p in given.values() if p not in PRECISIONS):
         problems.add(
-            f"{text:.60} is no precision; expected one of {', '.join(PRECISIONS)}"
+            f"{text:.60} is not a precision; expected one of {', '.join(PRECISIONS)}"
         )
     problems.raise_if_any()
     rest = given.pop(ALL, "f32")
@@ -78,19 +77,19 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
 
 
 def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
-    """Returns the relative size of parameters in the widest type that is read.
+    """Returns the bytes of parameters in the widest dtype in which they are read.
 
     Args:
         graph: Captured loss.
         weight: Whether each tensor depends on parameters alone.
 
     Returns:
-        Multiple of the stored bytes, by tensor id; above 1 for quantised weights.
+        Bytes divided by the stored bytes, by tensor id; above 1 for quantised weights.
     """
     widest: dict[int, float] = {}
     for op in reversed(graph.ops):
         if op.kind in LOOPS and not op.results:
-            continue  # It ties dimensions and reads nothing.
+            continue  # The operation ties dimensions and reads nothing.
         passed = makes_weights(op, weight)
         for t in {t for t in op.operands if weight[t]}:
             own = _itemsize(graph.tensors[t])
@@ -105,20 +104,20 @@ def _itemsize(tensor: Tensor) -> float:
 
 
 KINDS = ("gather", "ring")
-"""Kinds of attention: as the model computes it, or blockwise."""
+"""Kinds of attention: as the model computes it, or in blocks."""
 
 
 def checked_attention(
     asked: str | Mapping[str, str] | None, graph: Graph
 ) -> Chosen | None:
-    """Returns the user's choices as (TaskGraph, kind) pairs; None if there are none.
+    """Returns the user's choices as (TaskGraph, kind) pairs; None without choices.
 
     Args:
-        asked: Kind for all TaskGraphs, or kinds by the name of a TaskGraph.
+        asked: Kind for all TaskGraphs, or kinds by name of a TaskGraph.
         graph: Captured loss.
 
     Raises:
-        PlanError: A kind or TaskGraph does not exist; the message lists all.
+        PlanError: A kind or TaskGraph does not exist; lists all.
     """
     if asked is None:
         return None
@@ -130,7 +129,9 @@ def checked_attention(
     check_task_graphs(given, graph, problems)
     for kind in given.values():
         if kind not in KINDS:
-            problems.add(f"{kind!r:.60} is no kind; expected one of {', '.join(KINDS)}")
+            problems.add(
+                f"{kind!r:.60} is not a kind; expected one of {', '.join(KINDS)}"
+            )
     problems.raise_if_any()
     rest = given.pop(ALL, "gather")
     kept = [(name, kind) for name, kind in given.items() if kind != rest]
@@ -143,17 +144,17 @@ def check_rings(
     reasons: Sequence[str],
     everywhere: Callable[[], Graph],
 ) -> None:
-    """Checks that some attention can run blockwise if the user asked for it.
+    """Refuses a request for attention in blocks if no attention can run so.
 
     Args:
-        graph: Loss with the requested attention in blocks where that is possible.
+        graph: Loss with the requested attention in blocks, where that is possible.
         attention: Choices of the user.
-        reasons: Reasons why other attention cannot run blockwise.
+        reasons: Reasons why other attention cannot run in blocks.
         everywhere: Function that returns the loss with all possible attention in
-            blocks, whether requested or not.
+            blocks.
 
     Raises:
-        PlanError: No attention runs blockwise.
+        PlanError: No attention runs in blocks.
     """
     if "ring" not in dict(attention).values():
         return
@@ -164,30 +165,30 @@ def check_rings(
     if where:
         asked = ", ".join(name for name, kind in attention if kind == "ring")
         raise PlanError(
-            f"attention: ring was asked for in {asked}, where no attention can run in "
-            f"blocks. Some that can stands in {', '.join(sorted(where))}: name that, "
-            "or '*' for all"
+            f"attention: ring is requested for {asked}, where no attention can run in "
+            f"blocks. {', '.join(sorted(where))} has some that can: name that, or '*' "
+            "for all"
         )
     why = "; ".join(reasons) or (
-        "no softmax between two products was found, whose queries and keys are of one "
-        "sequence. Call wh.attention, or jax.nn.dot_product_attention, where the model "
-        "attends"
+        "no softmax between two products was found whose queries and keys are of one "
+        "sequence. Call wh.attention, or jax.nn.dot_product_attention, for the "
+        "model's attention"
     )
     raise PlanError(
-        f"attention: ring was asked for, and no attention can run in blocks: {why}. "
-        "Or drop attention="
+        f"attention: ring is requested, but no attention can run in blocks: {why}. Or "
+        "drop attention="
     )
 
 
 def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
-    """Returns the positions of the attention that runs blockwise.
+    """Returns the positions of the attention that runs in blocks.
 
-    Attention runs blockwise if this is chosen for its TaskGraph, its queries and keys
+    Attention runs in blocks if that is chosen for its TaskGraph, its queries and keys
     belong to one sequence, and no operand depends on parameters alone.
 
     Args:
         graph: Captured loss with each attention as one operation.
-        kinds: Kinds of ``KINDS``, by the name of a TaskGraph or ``"*"``.
+        kinds: Kind of ``KINDS`` by name of a TaskGraph; ``"*"`` stands for all others.
     """
     analysed = analyse_graph(graph)
     graph, dims = analysed.graph, analysed.dims
@@ -218,7 +219,7 @@ class Region:
     Attributes:
         prefix: Position of the jaxpr that contains them.
         first, end: Half-open range of its equations.
-        policy: Remat policy, which selects the values to save.
+        policy: Remat policy, which sets the values to save.
     """
 
     prefix: Position
@@ -228,7 +229,7 @@ class Region:
 
 
 def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
-    """Returns the policy of a TaskGraph: its own, or the default.
+    """Returns the remat policy of a TaskGraph: its own, or else that of ``"*"``.
 
     >>> policy_for("split", {"*": "full", "replicate": "dots"})
     'full'
@@ -242,12 +243,12 @@ def checked_policies(
     """Returns the user's choices other than ``none`` as (TaskGraph, policy) pairs.
 
     Args:
-        remat: Policy for all TaskGraphs, or policies by the name of a TaskGraph.
+        remat: Policy for all TaskGraphs, or policies by name of a TaskGraph.
         graph: Captured loss.
-        names: Checkpoint names that the model gives to values.
+        names: Names that the model gives to values with ``checkpoint_name``.
 
     Raises:
-        PlanError: A policy, TaskGraph or name does not exist; the message lists all.
+        PlanError: A policy, TaskGraph or name does not exist; lists all.
     """
     problems = Problems("remat", PlanError)
     if remat is not None and not isinstance(remat, str | Mapping):
@@ -268,29 +269,31 @@ def _check(policy: object, names: Sequence[str], problems: Problems) -> None:
     listed = named_in(str(policy))
     if not isinstance(policy, str) or kind not in REMAT_POLICIES:
         problems.add(
-            f"{policy!r} is no policy; expected one of {', '.join(REMAT_POLICIES)}"
+            f"{policy!r} is not a policy; expected one of {', '.join(REMAT_POLICIES)}"
         )
     elif colon and not listed:
-        problems.add(f"{policy!r} lists no name; expected such as named:attention,mlp")
+        problems.add(
+            f"{policy!r} lists no name; expected names as in named:attention,mlp"
+        )
     elif kind == "named" and not names:
         problems.add(
-            f"{policy!r} keeps what the model names, and it names nothing: put "
-            "jax.ad_checkpoint.checkpoint_name(x, name) into it, or take dots"
+            f"{policy!r} saves values that the model names, but it names none: put "
+            "jax.ad_checkpoint.checkpoint_name(x, name) into it, or choose dots"
         )
     for name in listed:
         if names and name not in names:
             problems.add(
-                f"{policy!r}: the model gives no value the name {name!r}; it names "
+                f"{policy!r}: the model names no value {name!r}; it has the names "
                 f"{', '.join(names)}"
             )
 
 
 def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
-    """Finds the regions to checkpoint.
+    """Returns the regions to checkpoint.
 
     Args:
         graph: Captured loss.
-        policies: Policy by the name of a TaskGraph; missing ones have ``none``.
+        policies: Policy by name of a TaskGraph; TaskGraphs without one have ``none``.
 
     Returns:
         Regions in program order; empty if the program cannot be divided.
@@ -313,11 +316,11 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Jaxpr that contains the layers in sequence, or whose iterations are the layers.
+    """Jaxpr with the layers in sequence, or whose iterations are the layers.
 
     ``ops`` has the operations inside each equation that computes values. ``starts`` has
-    the first equation of each layer, and the end of the last. ``parts`` is whether the
-    layers are parts of a model without repeated layers.
+    the first equation of each layer, and the end of the last. ``parts`` says whether
+    the layers are parts of a model without repeated layers.
     """
 
     graph: Graph
@@ -328,11 +331,11 @@ class _Level:
 
     @classmethod
     def of(cls, graph: Graph) -> _Level | None:
-        """Finds the jaxpr; None if the layers are not equations of one jaxpr.
+        """Returns the jaxpr; None if the layers are not equations of one jaxpr.
 
-        A model without repeated layers is cut at its narrowest points. The number of
-        parts is about the square root of its number of products, which saves the least
-        in total.
+        A model without repeated layers is divided at its narrowest cut points. The
+        number of parts is about the square root of its number of products, which saves
+        the fewest bytes in total.
         """
         weight = graph.weight_tensors()
         computed = [
@@ -364,14 +367,14 @@ class _Level:
         firsts = [_next_position(graph, at, prefix)[depth] for at in starts[:-1]]
         end = max(p[depth] for p in positions) + 1
         if len(set(firsts)) < len(firsts):
-            return None  # Several layers in one equation: a loop of another kind.
+            return None  # One equation, such as another loop, has several layers.
         level = cls(graph, prefix, inside, (*firsts, end))
         return cls(graph, prefix, inside, level._narrowest())
 
     def equations(
         self, policies: Mapping[str, str]
     ) -> Iterator[tuple[int, tuple[int, str]]]:
-        """Yields each equation with its layer and policy; -1 for no layer."""
+        """Yields each equation with its layer (-1 for none) and policy."""
         names = [g.name for g in self.graph.task_graphs]
         kept = (-1, "none")
         before = kept
@@ -381,8 +384,8 @@ class _Level:
                 layer += 1
                 before = (layer, before[1])
             ops = self.ops.get(index, ())
-            # Checkpoints of the user stay unchanged, and so do loops outside layers:
-            # recomputed at once, a loop would save the residuals of all iterations.
+            # Checkpoints of the user stay unchanged. So do loops outside layers, whose
+            # recomputation would save the residuals of all iterations.
             loops = self.parts and any(op.trip > 1 for op in ops)
             if loops or any(op.remat is not None for op in ops):
                 before = kept
@@ -391,7 +394,7 @@ class _Level:
             yield index, before
 
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields a run of equations, in parts if a mark would cross one of its ends.
+        """Yields a run of equations, divided where a mark crosses one of its ends.
 
         A mark may be inside a region or around it. A mark that crosses the end of a
         region would become two marks.
@@ -409,9 +412,9 @@ class _Level:
             at += size
 
     def _marked(self, first: int, end: int) -> list[int]:
-        """Returns the marked TaskGraph of each equation; 0 for one without marks.
+        """Returns the marked TaskGraph of each equation, or 0 without marks.
 
-        An equation without operations has the TaskGraph of the one before it.
+        An equation without operations has the TaskGraph of the equation before it.
         """
         index, least = first, min(self.ops)
         while index not in self.ops and index >= least:
@@ -431,8 +434,8 @@ class _Level:
     def _narrowest(self) -> tuple[int, ...]:
         """Returns the bounds of the layers, all shifted to cut the fewest bytes.
 
-        Layers of equal length may be cut at any of their equations; a cut within a
-        residual branch would save more than one between two blocks.
+        Layers of equal length may be cut at any of their equations. A cut inside a
+        residual branch would save more than a cut between two blocks.
         """
         lengths = {b - a for a, b in itertools.pairwise(self.starts[:-1])}
         if len(lengths) != 1:
@@ -441,7 +444,7 @@ class _Level:
         crossing = self._border_bytes()
         first = min(self.ops)
         shifts = range(-min(period // 2, self.starts[0] - first), (period + 1) // 2)
-        # The second bound represents all: values at the first may be wider.
+        # The second bound stands for all, as values at the first may be wider.
         border = self.starts[min(1, len(self.starts) - 2)]
         shift = min(shifts, key=lambda s: (crossing.get(border + s, 0), abs(s)))
         last = min(self.starts[-2] + period, max(self.ops) + 1)

@@ -1,10 +1,10 @@
 """Sequence parallelism of the operations between products that ``tensor`` shards.
 
 A tensor axis shards heads, hidden width and vocabulary. Norms, dropout and the residual
-stream between those products have none of these dimensions, so every device would
-compute all of them. In TaskGraphs of their own, the axis can shard the sequence. The
-transitions then become an all-gather and a reduce-scatter instead of an all-reduce
-(Korthikanti et al., 2022).
+stream between such products have none of these dimensions, so every device would
+compute all of them. As TaskGraphs of their own, they can shard the sequence over the
+axis. An all-reduce between them and the products then becomes an all-gather and a
+reduce-scatter (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUFFIX = " between"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSplit:
-    """A graph whose TaskGraphs are split in two.
+    """Graph in which each TaskGraph is divided into products and the rest.
 
     Attributes:
         graph: Graph with the same operations; new TaskGraphs follow the others.
@@ -40,10 +40,10 @@ class SequenceSplit:
     def tables(
         self, tables: Mapping[int, Table], batch: Sequence[int], sequence: Sequence[int]
     ) -> dict[int, Table]:
-        """Returns the tables of all TaskGraphs, the new ones included.
+        """Returns the tables of all TaskGraphs, including the new ones.
 
         Args:
-            tables: Tables of the other TaskGraphs.
+            tables: Tables of the original TaskGraphs.
             batch: Roles of the batch.
             sequence: Roles that ``tensor`` shards between products.
         """
@@ -64,18 +64,18 @@ def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset
 def split_between(
     graph: Graph, dims: Dimensions, shared: frozenset[int]
 ) -> SequenceSplit:
-    """Separates operations on the batch that have none of some roles.
+    """Moves operations on the batch without some roles to TaskGraphs of their own.
 
     Args:
         graph: Captured loss with experts in TaskGraphs of their own.
         dims: Logical dimensions of the loss.
-        shared: Roles that ``tensor`` shards.
+        shared: Roles that ``tensor`` shards, and which those operations do not have.
     """
     return SequenceSplits(graph, dims).of(shared)
 
 
 class SequenceSplits:
-    """Results of ``split_between`` for any roles of one graph, each made once.
+    """Results of ``split_between`` for several sets of roles, each computed once.
 
     Args:
         graph, dims: Arguments of ``split_between``.
@@ -133,10 +133,7 @@ class SequenceSplits:
 
 
 def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
-    """Returns operations on weights alone, the last first, with their first readers.
-
-    Each belongs to the TaskGraph of its first reader.
-    """
+    """Returns (operation on weights alone, first reader), the last first."""
     weight = graph.weight_tensors()
     reader: dict[int, int] = {}
     weight_only_ops = []

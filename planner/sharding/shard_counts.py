@@ -1,9 +1,8 @@
 """Number of shards of tensors and parameters, for one mesh or arrays of meshes.
 
-Memory and traffic depend only on the number of shards of each dimension and their mesh
-axes. For one mesh, these follow from the layout in a plan (``layout.spec_of``). For
-arrays of meshes, the same rule uses masks, because each mesh may divide other
-dimensions.
+Memory and traffic depend only on the number of shards of each dimension, and on the
+mesh axes of these. For one mesh, they follow from the layout (``layout.spec_of``). For
+arrays of meshes, masks apply the same rule, as each mesh may divide other dimensions.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class ShardCounts:
 
     Attributes:
         per_dim: Number of shards of each dimension.
-        axes: One plus the dimension that each mesh axis shards, or 0 if it shards none;
-            axes that shard none in any mesh are absent.
+        axes: One plus the dimension that each mesh axis shards, or 0 if it shards none.
+            Axes that shard none in all meshes are absent.
     """
 
     per_dim: tuple[Any, ...]
@@ -47,7 +46,7 @@ class ShardCounts:
         return self.axes.get(axis, 0) != 0
 
     def take(self, rows: np.ndarray) -> ShardCounts:
-        """Selects some of the meshes."""
+        """Returns the counts of some of the meshes."""
         values = [*self.per_dim, *self.axes.values()]
         some = [v[rows] if isinstance(v, np.ndarray) else v for v in values]
         dims = len(self.per_dim)
@@ -55,7 +54,7 @@ class ShardCounts:
         return ShardCounts(tuple(some[:dims]), axes)
 
     def where(self, mask: Any, other: ShardCounts) -> ShardCounts:
-        """Takes these counts where a mask is true, and others elsewhere."""
+        """Returns these counts where a mask is true, and ``other`` elsewhere."""
         if self is other or np.all(mask):
             return self
         if not np.any(mask):
@@ -71,14 +70,14 @@ class ShardCounts:
 
 
 def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
-    """Returns whether each mesh axis shards a dimension only in the second layout.
+    """Returns whether each mesh axis shards only the second of two layouts.
 
     Args:
-        before: Layout that the axes do not shard.
-        after: Layout that they shard.
+        before: First layout.
+        after: Second layout.
 
     Returns:
-        Boolean, or an array over meshes, by axis.
+        Boolean by axis, or an array over meshes by axis.
     """
     return {
         axis: np.logical_and(after.shards(axis), np.logical_not(before.shards(axis)))
@@ -92,11 +91,11 @@ def axis_sets(
     """Groups cases by the set of mesh axes whose mask is true.
 
     Args:
-        masks: Boolean, or an array over cases, by axis.
+        masks: Boolean by axis, or an array over cases by axis.
         number: Number of cases.
 
     Yields:
-        Axes, and the indices of their cases.
+        Mesh axes, and the indices of the cases in which exactly these are true.
     """
     axes = [axis for axis, here in masks.items() if np.any(here)]
     bits = np.zeros(number, dtype=np.int64)
@@ -108,13 +107,13 @@ def axis_sets(
 
 
 def distinct_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the cases that differ in some columns.
+    """Finds the cases with different numbers in some columns.
 
     Args:
-        columns: Arrays of numbers that are not negative, one number for each case.
+        columns: Arrays of non-negative numbers, one number per case.
 
     Returns:
-        Index of the first case of each combination, and by case its combination.
+        Index of the first case of each combination, and each case's combination.
     """
     key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
@@ -128,7 +127,7 @@ def distinct_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndar
 
 
 def spec_shard_counts(spec: Spec, mesh: Mapping[str, Any]) -> ShardCounts:
-    """Counts the shards of one layout.
+    """Returns the shard counts of one layout.
 
     Args:
         spec: Layout of the tensor.
@@ -146,14 +145,14 @@ def table_shard_counts(
     mesh: Mapping[str, Any],
     fused: FusedLayout | None = None,
 ) -> ShardCounts:
-    """Implements ``fused_parameters.lying`` for arrays of meshes.
+    """Returns the shard counts of ``fused_parameters.lying``, for arrays of meshes.
 
     Args:
-        layout: Roles of each dimension, major atom first.
-        sizes: Sizes of the same atoms.
+        layout: Roles in each dimension, major role first.
+        sizes: Sizes of these roles.
         table: Compute table of the TaskGraph.
         mesh: Array of sizes of each axis, outermost axis first.
-        fused: Storage rule of a fused parameter; None for any other tensor.
+        fused: Sharding of a fused parameter; None for any other tensor.
     """
     counts = _ShardCountsBuilder((1,) * len(layout), {})
     major = major_dims(layout)
@@ -179,7 +178,7 @@ def with_storage_axis(
     mesh: Mapping[str, Any],
     dims: Sequence[int],
 ) -> ShardCounts:
-    """Implements ``layout.extend_spec`` for arrays of meshes.
+    """Returns the shard counts of ``layout.extend_spec``, for arrays of meshes.
 
     Args:
         cut: Shard counts without the axis.
@@ -209,7 +208,7 @@ class _ShardCountsBuilder:
         return ShardCounts(tuple(self.per_dim), self.axes)
 
     def take(self, axis: str, dim: int, length: int, size: Any, may: Any) -> Any:
-        """Shards a dimension by an axis where allowed and divisible; returns where."""
+        """Shards a dimension over an axis where possible; returns where."""
         more = self.per_dim[dim] * size
         hit = may & (length % more == 0)
         if hit.any():
@@ -220,7 +219,7 @@ class _ShardCountsBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafShardCounts:
-    """Shard counts of one parameter group, one for each layout of ``LeafLayout``."""
+    """Shard counts of one group of parameters, for each layout of ``LeafLayout``."""
 
     compute: ShardCounts
     param: ShardCounts
@@ -228,7 +227,7 @@ class LeafShardCounts:
     optimizer: ShardCounts
 
     def take(self, rows: np.ndarray) -> LeafShardCounts:
-        """Selects some of the meshes."""
+        """Returns the counts of some of the meshes."""
         layouts = self.compute, self.param, self.gradient, self.optimizer
         taken = {
             id(one): one.take(rows) for one in {id(x): x for x in layouts}.values()
@@ -240,12 +239,12 @@ class LeafShardCounts:
 
     @property
     def has_sharded_rows(self) -> Any:
-        """Whether lookups read rows that are sharded."""
+        """Whether the rows that lookups read are sharded."""
         return self.compute.per_dim[-2] > 1 if len(self.compute.per_dim) > 1 else False
 
     @property
     def is_updated_as_stored(self) -> Any:
-        """Whether the optimizer updates the shards that are stored."""
+        """Whether the optimizer updates parameters in their stored shards."""
         return self.param.num_shards == self.optimizer.num_shards
 
 
@@ -255,13 +254,13 @@ def leaf_shard_counts(
     mesh: Mapping[str, Any],
     zero: Any,
 ) -> tuple[LeafShardCounts, ...]:
-    """Implements ``lay_out`` for arrays of meshes.
+    """Returns the shard counts of ``lay_out``, for arrays of meshes.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        tables: Compute table of each TaskGraph, the same in all meshes.
+        tables: Compute table of each TaskGraph, which all meshes share.
         mesh: Array of sizes of each axis, outermost axis first.
-        zero: ZeRO level over ``data`` in each mesh.
+        zero: ZeRO stage over ``data`` in each mesh.
     """
     return tuple(
         _group_shard_counts(group, tables[group.home], mesh, zero)
@@ -289,14 +288,14 @@ def _group_shard_counts(
 
 
 def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
-    """Returns whether ``fsdp`` shards another dimension than some leaf's metadata.
+    """Returns whether ``fsdp`` shards another dimension of a leaf than its metadata.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
+        cuts: Shard counts of each group of parameters.
 
     Returns:
-        Boolean, or an array over meshes; valid for meshes whose ``fsdp`` is above 1.
+        Boolean, or an array over meshes. It is valid where ``fsdp`` is above 1.
     """
     ignores: Any = False
     for (group, _), cut in zip(facts.groups, cuts, strict=True):
@@ -309,11 +308,11 @@ def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
 def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str) -> Any:
     """Returns the fraction of parameter bytes that a storage axis shards, by mesh.
 
-    ``data`` shards only trained parameters; others do not count for it.
+    For ``data``, only trained parameters count, as it shards no others.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
-        cuts: Shard counts of each group.
+        cuts: Shard counts of each group of parameters.
         axis: ``"fsdp"`` or ``"data"``.
     """
     total = 0
@@ -333,14 +332,14 @@ def reduces_gradient(
     mesh: Mapping[str, Any],
     common: frozenset[int],
 ) -> Any:
-    """Returns whether ``parameter_layout.summed_over`` names any axis, by mesh.
+    """Returns whether ``parameter_layout.summed_over`` returns any axis, by mesh.
 
     Args:
         group: Group of equal parameters.
         compute: Shard counts of one parameter in its compute layout.
-        table: Compute table of the TaskGraph that reads it first.
-        mesh: Sizes of the axes, numbers or arrays.
-        common: Roles of the batch and of the sequence, which parameters lack.
+        table: Compute table of the first TaskGraph that reads the parameter.
+        mesh: Sizes of the mesh axes, as numbers or arrays.
+        common: Roles of the batch and of sequences, which parameters do not have.
     """
     others = common - {role for atoms in group.layout for role in atoms}
     reduces: Any = False

@@ -1,9 +1,9 @@
 """Sets of dimensions that each TaskGraph may shard over the model axes.
 
 Marks restrict them: ``replicate`` uses every axis for the batch, and ``split`` must
-shard some logical dimension. Unmarked operations are free. Dimensions can share one
-axis if they never occur in one operation. Heads, mlp and vocabulary never do: this
-gives Megatron's tensor parallelism without a declaration.
+shard some logical dimension. Dimensions can share an axis if they never occur in one
+operation. Heads, mlp and vocabulary never do, which gives Megatron's tensor parallelism
+without a declaration.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ NO_EXPERTS = "no dimension for an expert axis"
 """Reasons to refuse a mesh."""
 
 MOST_SETS = 32
-"""Largest number of independent sets kept for one TaskGraph, by weight bytes."""
+"""Largest number of independent sets to keep for a TaskGraph, by bytes of weights."""
 
 MOST_TRIED = 4096
-"""Largest number of independent sets tried for one TaskGraph. Models with very many
-different layers have more; the greedy set by weight is always included."""
+"""Largest number of independent sets to try for a TaskGraph. Models with very many
+different layers have more; the greedy set by bytes of weights is always tried.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,11 @@ class Choice:
     """Roles that one TaskGraph may shard.
 
     Attributes:
-        task_graph: Number of the TaskGraph.
-        strategy: ``replicate``, ``split``, or None if it is free.
+        task_graph: Index of the TaskGraph.
+        strategy: ``replicate`` or ``split``; None without a mark.
         devices: Number of devices that a ``split`` asks for, or None.
-        sets: Sets of roles that one axis may shard together, best guess first.
-        experts: Roles that the ``expert`` axis may shard here.
+        sets: Sets of roles that one axis may shard together, the best guess first.
+        experts: Roles that the ``expert`` axis may shard.
         pins: Dimensions that the user asks to shard.
     """
 
@@ -72,7 +73,7 @@ class Choice:
         return self.strategy == "split" and bool(self.sets or self.experts)
 
     def pinned_to(self, axis: str) -> frozenset[int]:
-        """Returns the roles that metadata fixes to a mesh axis."""
+        """Returns the roles that the user's metadata fixes to a mesh axis."""
         return frozenset(p.role for p in self.pins if p.axis == axis)
 
     @property
@@ -90,11 +91,12 @@ class Options:
         batch: Roles of the batch.
         sequence: Roles that the ``context`` axis shards, such as attention's sequence.
         space: Roles that each spatial axis may shard.
-        minor: Roles that are only a minor atom for some reader of a parameter; no
-            PartitionSpec can name them there.
+        minor: Roles that are only the minor part of a dimension for some reader of a
+            parameter, where no PartitionSpec can name them.
         sizes: Sizes of all roles, by index.
-        homes: The TaskGraph that computes with each parameter, by tensor id.
-        stored: (dimension, mesh axis) pairs that shard only a tensor's storage, by id.
+        homes: TaskGraph that computes with each parameter, by tensor id.
+        stored: (Dimension, mesh axis) pairs that shard only a tensor's storage, by
+            tensor id.
     """
 
     choices: Mapping[int, Choice]
@@ -129,9 +131,9 @@ class Options:
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """Returns the number of devices that divide the batch under a table.
 
-        ``context`` and spatial axes never divide the batch. An axis that the table
-        lacks shards nothing. The number also holds for a batch of one sample, which has
-        no batch dimension.
+        ``context`` and spatial axes never divide the batch, nor does an axis that the
+        table lacks. The number also holds for a batch of one sample, which has no batch
+        dimension.
         """
         never = ("context", *SPATIAL_AXES)
         lent = (a for a in mesh if a not in never and self._lends(table, a))
@@ -145,16 +147,16 @@ class Options:
     ) -> dict[int, Table] | None:
         """Returns tables under which a batch divides evenly.
 
-        If a model axis would divide samples unevenly, TaskGraphs without a strategy
-        leave it out: all devices of the axis then compute the same samples.
+        If a model axis would divide samples unevenly, TaskGraphs without a strategy do
+        not use it: all devices of the axis compute the same samples.
 
         Args:
             tables: Compute table of each TaskGraph.
             mesh: Axis sizes.
-            batch: Number of samples of a micro-batch.
+            batch: Number of samples in a micro-batch.
 
         Returns:
-            The tables, or None if there are none.
+            The tables, or None if no tables divide the batch.
         """
         that_divide = dict(tables)
         for index, table in tables.items():
@@ -208,10 +210,10 @@ class Options:
 
 
 def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
-    """Returns the reason why a mesh cannot serve the marks, or an empty text.
+    """Returns the reason why a mesh cannot obey the marks, or an empty text.
 
     Args:
-        options: The choices.
+        options: Choices of the TaskGraphs.
         mesh: Axis sizes.
     """
     model = mesh["tensor"] * mesh["expert"]
@@ -235,7 +237,7 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
 def choices(
     graph: Graph, dims: Dimensions, rows: OperationRows, default: str | None
 ) -> Options:
-    """Determines the choices of each TaskGraph.
+    """Returns the choices of each TaskGraph.
 
     Args:
         graph: Captured loss.
@@ -245,7 +247,7 @@ def choices(
 
     Raises:
         PlanError: A ``split`` names a dimension that does not exist there, or hints
-            contradict each other; every problem is listed.
+            contradict each other; lists every problem.
     """
     problems = Problems("the hints cannot be obeyed", PlanError)
     limits = Limits(minor=rows.reading.minor, itself=cut_roles(graph, dims))
@@ -297,14 +299,14 @@ def choices(
 
 
 def idle_marks(graph: Graph, options: Options) -> list[str]:
-    """Returns notes on marks that have no effect."""
+    """Returns notes on marks without an effect."""
     notes = []
     for choice in options.choices.values():
         mark = graph.task_graphs[choice.task_graph].strategy
         if mark is not None and mark.kind == "split" and not choice.obliged:
             notes.append(
                 f"{graph.task_graphs[choice.task_graph].name}: {mark} {NO_EFFECT}: "
-                "no dimension of what it covers can be sharded"
+                "it covers no dimension that can be sharded"
             )
     return notes
 
@@ -315,7 +317,6 @@ def _may_hold_experts(task_graph: TaskGraph) -> bool:
 
 
 def _split_devices(task_graph: TaskGraph) -> int | None:
-    """Returns the devices of the innermost ``split`` that gives some, or None."""
     splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
     return next((m.devices for m in reversed(splits) if m.devices is not None), None)
 
@@ -331,8 +332,8 @@ def _check_widths(
     if len(set(asked.values())) > 1:
         listed = ", ".join(f"{name} over {n}" for name, n in asked.items())
         problems.add(
-            f"the split regions ask for different numbers of devices ({listed}); all "
-            "of them share one mesh. Give them one number, or leave devices= out"
+            f"the split regions ask for different numbers of devices ({listed}), but "
+            "they share one mesh. Give them one number, or leave devices= out"
         )
 
 
@@ -368,8 +369,8 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
     """Returns the roles that occur twice in an operation, as attention's sequence.
 
-    Roles of weights that products read are excluded. If two roles meet, as the
-    sequences of an encoder and a decoder do, the longer one is returned.
+    Roles of weights that products read are excluded. If two such roles occur in one
+    operation, as the sequences of an encoder and a decoder, the longer one is returned.
     """
     batch = {r.index for r in dims.batch}
     meeting = meeting_in_values(graph, dims, rows.weight)
@@ -405,9 +406,9 @@ def _independent(
     weight: Mapping[int, int],
     pins: Sequence[AxisConstraint],
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns maximal sets of roles that never meet, and every role alone.
+    """Returns maximal sets of roles that never occur together, and every role alone.
 
-    Every set includes the dimensions that pins name, except pins to another axis.
+    Every set includes the dimensions that the user names, except for another axis.
     """
     asked = {p.role for p in pins if p.axis in (None, "tensor")}
     elsewhere = {p.role for p in pins if p.axis == "expert"}
@@ -433,10 +434,7 @@ def _independent(
 
 
 def _maximal(roles: list[int], meet: Mapping[int, set[int]]) -> Iterator[set[int]]:
-    """Yields the maximal sets of roles that never meet.
-
-    The algorithm is that of Bron and Kerbosch (1973), with pivots.
-    """
+    """Yields maximal sets of roles that never meet (Bron and Kerbosch, 1973)."""
     everything = set(roles)
     apart = {r: everything - meet.get(r, set()) - {r} for r in roles}
 

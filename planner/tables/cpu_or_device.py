@@ -1,13 +1,14 @@
 """Chooses which tables are in CPU processes, and which on the dense part's devices.
 
-A table in a process takes time there and on the wire. A table on the devices of the
-dense part takes their time, and its updates are never late. With S tables in n
-processes and lookups that lack at most s updates, a step takes
+A table in a process takes time there and for messages. A table on the devices of the
+dense part takes time of these, and its updates are never late. Let S be the tables in n
+processes, and let lookups lack at most s updates. A step then takes
 
     max(a(S) / n, w(S), d(S), (a(S) / n + w(S) + d(S)) / (s + 1)),
 
-where a, w and d (in processes, on the wire, on devices) are sums over tables. So for
-each n, the best choice is an integer program. Memory of both sections is limited.
+where a, w and d are sums over tables of seconds in processes, for messages and on
+devices. So for each n, an integer program finds the best choice. Memory of both
+sections is limited.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ _GAP: Final = 1e-4
 _CHOSEN: Final = "which fits and makes the shorter step"
 _UNUSED: Final = "as the dense part does not use all of its devices"
 _TOTAL_WEIGHT: Final = 1e-3
-"""Weight of total work relative to a step's seconds; it breaks ties."""
+"""Weight of the total work relative to the step time; it breaks ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCost:
-    """Seconds per step of a table in either section.
+    """Seconds per step of one table in either section.
 
     Attributes:
         name: Name of the table.
-        in_processes: Whether it is in CPU processes.
-        is_fixed: Whether there is no choice, such as after the user fixed it.
-        sparse_seconds: Seconds of lookups and updates in one process.
-        wire_seconds: Seconds of ids, vectors and gradients between both sections.
+        in_processes: Whether the table is in CPU processes.
+        is_fixed: Whether there is no choice, for instance because the user fixed it.
+        sparse_seconds: Seconds of lookups and updates, if one process does all.
+        wire_seconds: Seconds of messages with ids, vectors and gradients.
         dense_seconds: Seconds of lookups, exchange and updates on the devices, evenly
-            shared; 0 if these can store no table.
+            divided; 0 if devices cannot store tables.
         nbytes: Bytes of the table and its optimizer state.
     """
 
@@ -66,7 +67,7 @@ class TableCost:
 
     def __str__(self) -> str:
         times = (
-            f"in one process a step takes {milliseconds(self.sparse_seconds)} of it "
+            f"in one process a step takes {milliseconds(self.sparse_seconds)} for it, "
             f"and its messages {milliseconds(self.wire_seconds)}"
         )
         if not self.dense_seconds:
@@ -86,14 +87,14 @@ def table_costs(
     batch_size: int,
     fixed: Collection[str] | None,
 ) -> tuple[TableCost, ...]:
-    """Predicts the seconds of each table in either section.
+    """Returns the predicted seconds of each table in either section.
 
     Args:
         tables: All tables.
         processes: Processes that compute on CPUs.
-        devices: Devices of the dense part; None if they can store no table.
-        batch_size: Samples of a global batch.
-        fixed: Names of the tables in processes, if the user fixed them.
+        devices: Devices of the dense part; None if they cannot store tables.
+        batch_size: Number of samples of a global batch.
+        fixed: Names of the tables in processes if the user fixed them, else None.
     """
     found = []
     for table in tables:
@@ -113,7 +114,7 @@ def table_costs(
 
 
 def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> float:
-    """Returns the least load of a table on all devices, divided by their number."""
+    """Returns the least load of a table over all devices, per device."""
     if devices is None:
         return 0.0
     ways = list_ways(
@@ -129,12 +130,12 @@ def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> flo
 def times_of(
     costs: Sequence[TableCost], dense_seconds: float, batch_seconds: float = 0.0
 ) -> SectionTimes:
-    """Returns the seconds of the sections with the tables as assigned.
+    """Returns the seconds of both sections, with each table where its cost says.
 
     Args:
-        costs: All tables.
+        costs: Costs of all tables.
         dense_seconds: Seconds of the dense part without tables.
-        batch_seconds: Seconds to make a batch in a process.
+        batch_seconds: Seconds in which a process makes a batch; default: 0.
     """
     inside = [cost for cost in costs if cost.in_processes]
     beside = [cost for cost in costs if not cost.in_processes]
@@ -150,12 +151,13 @@ def times_of(
 def with_measured(
     costs: Sequence[TableCost], times: SectionTimes
 ) -> tuple[tuple[TableCost, ...], float]:
-    """Scales the costs to the measured times; returns also the dense part's seconds
-    without tables.
+    """Scales predicted costs to measured times of both sections.
+
+    The second result is the seconds of the dense part without tables.
 
     Args:
         costs: Predicted costs of all tables.
-        times: Measured times; they name the tables that were in processes.
+        times: Measured times, with the names of the tables that were in processes.
     """
     names = {c.name for c in costs} if times.tables is None else set(times.tables)
     then = [dataclasses.replace(c, in_processes=c.name in names) for c in costs]
@@ -184,13 +186,13 @@ def choose_cut(
     process_bytes: float,
     device_bytes: float,
 ) -> tuple[TableCost, ...]:
-    """Chooses the section of each table for the shortest step.
+    """Chooses the section of each table that makes the step shortest.
 
-    Among equally short steps, it takes the one with the fewest processes.
+    Among equally short steps, it chooses the fewest processes.
 
     Args:
-        costs: Costs of all tables; fixed ones keep their section.
-        groups: Numbers of the tables that share a section; every table once.
+        costs: Costs of all tables; fixed tables stay in their section.
+        groups: Indices of tables that must be in one section; every table once.
         base: Times of the sections without tables.
         most_processes: Number of available processes.
         staleness: Number of updates that a lookup may lack.
@@ -198,7 +200,7 @@ def choose_cut(
         device_bytes: Total memory for tables on the devices of the dense part.
 
     Raises:
-        NothingFits: The tables do not fit both sections together.
+        NothingFits: Both sections together lack memory for the tables.
     """
     found: dict[int, tuple[float, tuple[TableCost, ...]]] = {}
     size = sum(cost.nbytes for cost in costs)
@@ -212,7 +214,7 @@ def choose_cut(
             for cost, x in zip(costs, inside, strict=True)
         )
         times = times_of(chosen, base.dense_seconds, base.batch_seconds)
-        # Without processes the parts of a step run in turn.
+        # Without processes, the parts of a step run one after the other.
         seconds = (
             times.step_seconds(count, staleness)
             if count
@@ -225,11 +227,10 @@ def choose_cut(
         short = size - room
         lack = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
         raise NothingFits(
-            f"{count_text(len(costs), 'table')} of {gigabytes(size)} with their "
-            f"optimizer state fit into neither section: processes of CPUs "
-            f"({most_processes}) and the devices of the dense part have "
-            f"{gigabytes(room)} for them: {lack}. Use more of either, or fix fewer "
-            "tables by in_processes",
+            f"{count_text(len(costs), 'table')} of {gigabytes(size)} with optimizer "
+            f"state fit into neither section: CPU processes ({most_processes}) and "
+            f"the devices of the dense part have {gigabytes(room)} for them: {lack}. "
+            "Use more of either, or fix fewer tables by in_processes",
             lacks_bytes=int(max(0, short)),
             of_bytes=int(room),
             nearest="tables in two sections",
@@ -253,7 +254,7 @@ def _solve(
         is_held = not any(cost.in_processes and cost.is_fixed for cost in costs)
         fits = sum(cost.nbytes for cost in costs) <= rooms[1]
         return np.zeros(len(costs), bool) if is_held and fits else None
-    from scipy import optimize  # takes a third of a second
+    from scipy import optimize  # The import takes a third of a second.
 
     names = ("sparse_seconds", "wire_seconds", "dense_seconds", "nbytes")
     each = np.array([[getattr(cost, name) for name in names] for cost in costs], float)
@@ -266,7 +267,7 @@ def _solve(
         return None
     scale = max(base.dense_seconds + dense.sum(), sparse.sum() / count, wire.sum())
     scale = max(scale, 1e-300)
-    # The variables: seconds of a step, then whether each group is in processes.
+    # The variables are the step time, then for each group whether it is in processes.
     constant = np.array(
         [
             base.batch_seconds / count,

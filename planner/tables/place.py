@@ -1,8 +1,8 @@
 """Finds the placement of tables on devices with the smallest maximum load.
 
 A greedy placement comes first. If it is far from the lower bound, or the problem is
-small, an integer program of at most 200 shards searches for a better placement and
-bounds the optimum. ``cpu_or_device`` chooses the tables in CPU processes.
+small, an integer program with at most 200 shards searches for a better one and bounds
+the optimum. ``cpu_or_device`` chooses which tables are in CPU processes.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ _EXACT_VARIABLES: Final = 400
 _NODES: Final = 400
 _LEAST_GAP: Final = 1e-6
 _ENOUGH_GAP: Final = 0.02
-"""Relative gap to the bound at which a small program ends, and a larger one."""
+"""Gap to the bound, as a fraction, at which a small program ends, and a larger one."""
 
 _NEAR: Final = 0.02
 _NEARLY_EXACT_VARIABLES: Final = 750
-"""Above ``_EXACT_VARIABLES``, a greedy placement is kept if its gap is at most the
-first number, or if the program has more variables than the second. Solving such a
-program takes seconds and gains little.
+"""Limits for programs with more than ``_EXACT_VARIABLES`` variables, which take seconds
+and gain little. The greedy placement is kept if its gap is at most the first number, or
+if the program has more variables than the second.
 """
 
 _LONGEST_SECONDS: Final = 60.0
-"""Only a safeguard: programs end by their nodes and gaps, so that a placement does not
-depend on the load of the machine."""
+"""Largest number of seconds of a program. Normally its nodes and gap end it, so a
+placement does not depend on the load of the machine.
+"""
 
 _REACHED: Final = 1e-4
 _POOR: Final = 0.2
 _ROOMY: Final = 0.5
-"""Fraction of the devices' memory up to which tables need no host memory."""
+"""Fraction of the devices' memory up to which tables stay out of host memory."""
 
 HOST_SPLITS: Final = ("host", "cached")
 
@@ -91,27 +92,28 @@ def place_tables(
 
     Args:
         tables: Tables with distinct names.
-        ranks: Devices: a ``Ranks``, a cluster, or its text such as ``"h100:8"``.
-        batch_size: Samples of a global batch, over all ranks.
-        objective: Quantity of the most loaded rank to minimise: ``"time"`` (lookups,
-            exchange and update of a step), ``"rows"`` (table elements stored),
-            ``"lookups"`` (elements looked up) or ``"both"`` (the worse of the last two,
-            each over its mean).
-        splits: Allowed ways of dividing a table: ``"whole"``, ``"rows"``,
+        ranks: Devices: a ``Ranks``, a cluster, or the text of one such as ``"h100:8"``.
+        batch_size: Number of samples of a global batch, over all ranks.
+        objective: Load of the most loaded rank to minimise: ``"time"`` (seconds of
+            lookups, exchange and update in a step; default), ``"rows"`` (stored table
+            elements), ``"lookups"`` (table elements that are looked up) or ``"both"``
+            (the larger of the last two, each divided by its mean).
+        splits: Allowed ways to store a table; default: all. ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
-            ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"``
-            (the same with the rows on the device that counts show to be read most, or
-            the first ones). The last two are tried only if tables take more than half
-            of the ranks' memory, or if no other is allowed.
-        together: Groups of tables that must share one rank, by their names.
-        pins: Fixed placements by table: its rank, or the way in which it is divided,
-            such as ``"rows"`` or, with the part of its rows on the device,
-            ``"cached:0.25"``.
-        most_shards: Largest total number of shards; None takes 2.5 per table or four
-            per rank, whichever is more, and twice that if the greedy placement fails or
+            ``"replicate"``, ``"host"`` (undivided, in host memory) and ``"cached"`` (in
+            host memory, with some rows on the device: the most read by ``counts``, or
+            the first). The last two are tried only if tables take more than half of the
+            ranks' memory, or if no other way is allowed.
+        together: Groups of table names; the tables of a group share one rank. Default:
+            none.
+        pins: Fixed rank or fixed way by name of the table; default: none. A way is such
+            as ``"rows"``, or ``"cached:0.25"`` with the fraction of the rows on the
+            device.
+        most_shards: Largest total number of shards. By default the larger of 2.5 per
+            table and four per rank, and twice as many if the greedy placement fails or
             is far from the bound.
-        seconds: Seconds until the integer program returns the best placement so far.
-
+        seconds: Seconds after which the integer program returns the best placement so
+            far; default: 60.0.
     Raises:
         PlanError: Nothing fits, or no allowed split can store a table.
         WhaleError: An argument is wrong, or pins contradict each other.
@@ -181,7 +183,8 @@ def _proven(
     limit: int,
     seconds: float,
 ) -> tuple[Assignment | None, float, bool]:
-    """Returns the best assignment, the largest load's bound, and if it is optimal.
+    """Returns the best assignment, a bound on the largest load, and whether it is
+    optimal.
 
     ``limit`` is the largest number of shards; ``seconds`` limits the integer program.
     """
@@ -239,7 +242,7 @@ def _check(
         problems.refuse("objective", objective, f"one of {', '.join(OBJECTIVES)}")
     if not splits or not set(splits) <= set(SPLITS):
         problems.refuse("splits", splits, f"some of {', '.join(SPLITS)}")
-    known = f"which is no table; the tables are {', '.join(list(names)[:8])}"
+    known = f"which is not a table; the tables are {', '.join(list(names)[:8])}"
     for group in together:
         for name in group:
             if name not in names:
@@ -258,7 +261,7 @@ def _groups(
     pins: Mapping[str, int | str],
     ranks: Ranks,
 ) -> list[tuple[int, ...]]:
-    """Returns groups of tables that share a rank; refuses contradictory pins."""
+    """Returns the groups of tables that share a rank; refuses contradictory pins."""
     number = {table.name: i for i, table in enumerate(tables)}
     group = list(range(len(tables)))
     for names in together:
@@ -275,19 +278,19 @@ def _groups(
         ways = {pin for pin in fixed.values() if isinstance(pin, str)}
         if len(numbers) > 1:
             problems.add(
-                f"{names_text} are to be together, and pins puts them on ranks "
+                f"together puts {names_text} on one rank, but pins puts them on ranks "
                 f"{', '.join(map(str, sorted(numbers)))}; leave one of these out"
             )
         if len(each) > 1 and ways - {"whole"}:
             problems.add(
-                f"{names_text} are to be together on one rank, and pins divides one of "
-                f"them by {', '.join(sorted(ways - {'whole'}))}; leave one of these out"
+                f"together puts {names_text} on one rank, but pins divides one of them "
+                f"by {', '.join(sorted(ways - {'whole'}))}; leave one of these out"
             )
         for pin in numbers:
             if int(pin) >= ranks.count:
                 problems.add(
-                    f"pins puts {names_text} on rank {pin}; there are {ranks.count} "
-                    "ranks, from 0"
+                    f"pins puts {names_text} on rank {pin}, but there are "
+                    f"{ranks.count} ranks, from 0"
                 )
     problems.raise_if_any()
     return [each for each in members if each]
@@ -341,12 +344,12 @@ def _no_way(
     )
     if set(allowed) <= set(HOST_SPLITS) and not ranks.host_bytes:
         return PlanError(
-            f"{text} as {words}: the cluster has no host memory beside that of its "
-            "devices (CPUs have none; other kinds state host_memory_bytes and "
+            f"{text} as {words}: the cluster has no host memory in addition to its "
+            "devices' (CPUs have none; other kinds give host_memory_bytes and "
             f"host_link_bytes_per_second). Leave {words} out of pins and splits"
         )
     return PlanError(
-        f"{text} as {words} on {ranks.count} ranks with {batch_size:,} samples a "
+        f"{text} as {words} on {ranks.count} ranks with {batch_size:,} samples per "
         "batch; allow other splits"
     )
 
@@ -365,7 +368,6 @@ def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:
 
 
 def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) -> None:
-    """Refuses items that exceed every device and every host."""
     for item in items:
         least = min(way.memory_bytes + way.host_bytes for way in item.ways)
         short = min(
@@ -386,11 +388,11 @@ def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) ->
         size = sum(tables[i].nbytes for i in item.tables)
         room = max(ranks.memory_bytes, ranks.host_bytes)
         raise NothingFits(
-            f"table {names} takes {gigabytes(size)} with its optimizer state; its "
-            f"smallest shard takes {gigabytes(least)}, a device has "
-            f"{gigabytes(ranks.memory_bytes)} for tables and a host "
-            f"{gigabytes(ranks.host_bytes)} for each: {gigabytes(short)} short. "
-            "Use more devices, allow splits by rows, or store fewer bytes a row",
+            f"table {names} takes {gigabytes(size)} with its optimizer state, its "
+            f"smallest shard {gigabytes(least)}; for tables a device has "
+            f"{gigabytes(ranks.memory_bytes)} and a host "
+            f"{gigabytes(ranks.host_bytes)} per device: {gigabytes(short)} short. Use "
+            "more devices, allow splits by rows, or store fewer bytes per row",
             lacks_bytes=int(short),
             of_bytes=int(room),
             nearest="tables over ranks",
@@ -407,10 +409,10 @@ def _full(
     short = size - room
     reason = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
     text = (
-        f"{len(tables)} tables take {gigabytes(size)} with their optimizer state, and "
+        f"{len(tables)} tables take {gigabytes(size)} with their optimizer state, but "
         f"{ranks.count} ranks have {gigabytes(room)} for them: {reason}, with at most "
         f"{limit} shards. Use more devices, allow more splits or shards, or store "
-        "fewer bytes a row"
+        "fewer bytes per row"
     )
     return NothingFits(
         text,
@@ -423,7 +425,7 @@ def _full(
 def _hottest(
     tables: Sequence[Table], items: Sequence[Item], assignment: Assignment
 ) -> dict[str, np.ndarray]:
-    """Returns the device's rows of cached tables, unless they are the first rows."""
+    """Returns which rows of cached tables are on the device, if not the first."""
     found: dict[str, np.ndarray] = {}
     for item, way in zip(items, assignment.ways, strict=True):
         for table in (tables[i] for i in item.tables):

@@ -31,18 +31,18 @@ _MOST_LINES: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableShard:
-    """A part of a table on one rank.
+    """Part of a table on one rank.
 
     Attributes:
         table: Name of the table.
-        rank: Rank that stores it.
+        rank: Rank that stores the shard.
         split: Split of the table.
-        index, shards: Index of this shard, and number of shards.
-        hashed: Whether a row shard has the rows ``index``, ``index + shards``, … rather
-            than one range.
-        rows: First row and the row after the last one; all rows if hashed. Rows of a
-            cached table are numbered with those on the device first.
-        columns: First column and the column after the last one.
+        index, shards: Index of the shard, and number of shards of the table.
+        hashed: Whether a row shard has the rows ``index``, ``index + shards``, …
+            instead of one range.
+        rows: First row, and the row after the last one; all rows if hashed. In the
+            numbers of a cached table, the rows on the device come first.
+        columns: First column, and the column after the last one.
     """
 
     table: str
@@ -67,26 +67,26 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TablePlacement:
-    """Placement of tables; ``print`` shows the load of each rank.
+    """Placement of tables on ranks; ``print`` shows the load of each rank.
 
     Attributes:
         tables: Tables in the given order.
         ranks: Devices.
-        batch_size: Samples of a global batch.
-        objective: Objective that was balanced.
-        shards: Shards, by table and then by number.
-        loads: ``[ranks, measures]``: seconds of a step, table elements or elements
-            looked up per sample, depending on the objective.
-        memory_bytes, host_bytes: Stored bytes on each rank and in its host memory.
+        batch_size: Number of samples of a global batch.
+        objective: Objective that was minimised; see ``place_tables``.
+        shards: Shards by table, then by number.
+        loads: Load of each rank, ``[ranks, measures]``. A measure is seconds of a step,
+            stored elements, or elements looked up per sample, as ``objective`` says.
+        memory_bytes, host_bytes: Stored bytes on each rank, and in its host memory.
         exchange_bytes: Bytes that each rank sends in all-to-alls per step.
-        bound: Lower bound on the largest load of any placement, in units of ``mean``.
-        gap: Largest load over that bound, minus 1.
-        is_optimal: Whether no placement is better; else ``gap`` bounds the gain.
-        items: Items with all their ways, for ``why``.
-        chosen: Index of the chosen way of each item.
-        mean: Least possible mean load, by measure.
-        hottest: Rows of cached tables that are on the device, sorted, by name. A cached
-            table without an entry has its first rows there.
+        bound: Lower bound on the largest load of any placement, divided by ``mean``.
+        gap: Largest load divided by that bound, minus 1.
+        is_optimal: Whether no placement is better. If not, ``gap`` bounds the gain.
+        items: Tables that were placed together, with all ways to store them.
+        chosen: Index of the chosen way of each of ``items``.
+        mean: Smallest possible mean load of a rank, by measure.
+        hottest: Sorted rows of cached tables that are on the device, by name of the
+            table. A cached table without an entry has its first rows there.
     """
 
     tables: tuple[Table, ...]
@@ -108,18 +108,18 @@ class TablePlacement:
 
     @property
     def imbalance(self) -> float:
-        """Largest load of a rank over the mean load, in the worst measure."""
+        """Largest load of a rank divided by the mean load, in the worst measure."""
         return float(np.max(self.loads.max(0) / np.maximum(self.loads.mean(0), 1e-300)))
 
     @property
     def padding(self) -> float:
-        """Bytes of an exchange, padded to the fullest rank, over its mean."""
+        """Bytes of an exchange, padded to the fullest rank, over the mean bytes."""
         mean = float(self.exchange_bytes.mean())
         return float(self.exchange_bytes.max()) / mean if mean else 1.0
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Number of shards that each rank exchanges, without replicated tables."""
+        """Number of shards that each rank exchanges; replicas do not count."""
         held = [shard.rank for shard in self.shards if shard.split != "replicate"]
         return tuple(np.bincount(held, minlength=self.ranks.count).tolist())
 
@@ -130,7 +130,7 @@ class TablePlacement:
             table: Name of the table.
 
         Raises:
-            PlanError: No such table.
+            PlanError: There is no such table.
         """
         found = tuple(shard for shard in self.shards if shard.table == table)
         if not found:
@@ -153,13 +153,13 @@ class TablePlacement:
         return way.of_tables[tables.index(number)] if way.of_tables else way
 
     def why(self, table: str) -> str:
-        """Explains where a table is stored, and the cost of the other ways.
+        """Returns where a table is stored and why, with the cost of other ways.
 
         Args:
             table: Name of the table.
 
         Raises:
-            PlanError: No such table.
+            PlanError: There is no such table.
         """
         shards = self.shards_of(table)
         number = next(i for i, t in enumerate(self.tables) if t.name == table)
@@ -169,7 +169,7 @@ class TablePlacement:
         lines = [
             f"{table}: {subject.rows:,} rows × {subject.width}, "
             f"{gigabytes(subject.nbytes)} with its optimizer state, "
-            f"{subject.lookups_per_sample:g} lookups a sample",
+            f"{subject.lookups_per_sample:g} lookups per sample",
             f"stored {_where(shards, is_counted=table in self.hottest)}",
         ]
         if len(item.tables) > 1:
@@ -239,9 +239,9 @@ class TablePlacement:
 
 def _request_text(way: StorageOption) -> str:
     return (
-        "a rank asks a shard for each distinct row once, at most "
+        "a rank requests each distinct row of a shard once, at most "
         f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "
-        f"and {gigabytes(way.sample_bytes)} by sample"
+        f"instead of {gigabytes(way.sample_bytes)} by sample"
     )
 
 
@@ -258,8 +258,8 @@ def _where(shards: Sequence[TableShard], *, is_counted: bool) -> str:
         "rows": f"as {first.shards} shards of {rows} on {ranks}",
         "node_rows": f"as {first.shards} shards of {rows} within a node, on {ranks}",
         "columns": f"as {first.shards} column shards on {ranks}",
-        "replicate": "on every rank: it is small enough that its gradient is reduced "
-        "for less than its lookups are exchanged",
+        "replicate": "on every rank: its gradient is so small that its reduction costs "
+        "less than an exchange of lookups",
         "host": f"in the host memory of {ranks}",
         "cached": f"in the host memory of {ranks}, with the {which} "
         f"{first.rows[1] - first.rows[0]:,} rows on the device",
@@ -269,12 +269,12 @@ def _where(shards: Sequence[TableShard], *, is_counted: bool) -> str:
 def table_shards(
     table: Table, way: StorageOption, ranks: Sequence[int]
 ) -> Iterator[TableShard]:
-    """Yields the shards of a table that is divided in one way.
+    """Yields the shards of a table that is stored in one way.
 
     Args:
         table: The table.
-        way: Way of dividing the table.
-        ranks: Rank of each shard; all ranks if replicated.
+        way: Way to store the table.
+        ranks: Rank of each shard; all ranks if the table is replicated.
     """
     split, shards = way.split, way.shards
     if split == "cached":
@@ -311,17 +311,17 @@ def table_shards(
 
 
 def gap_over(load: float, bound: float) -> float:
-    """Returns the excess of a load over a bound; 0 if rounding makes it negative."""
+    """Returns the excess of a load over a bound, as a fraction of at least 0."""
     return max(0.0, load / bound - 1.0) if math.isfinite(bound) and bound > 0 else 0.0
 
 
 _MOST_BYTES = 1 << 30
-"""Largest size of the rows of a table in a file, when they are decompressed."""
+"""Largest number of bytes of a table's rows in a file after decompression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRecord:
-    """A table without the counts of its rows; see ``Table``."""
+    """Table in a file, without the counts of its rows; see ``Table``."""
 
     name: str
     rows: int
@@ -336,7 +336,7 @@ class TableRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRecord:
-    """A placement; see ``TablePlacement``."""
+    """Placement in a file; see ``TablePlacement``."""
 
     tables: tuple[TableRecord, ...]
     ranks: Ranks
@@ -365,7 +365,7 @@ def placement_data(placement: TablePlacement) -> dict[str, Any]:
     """Returns a placement as JSON data.
 
     Args:
-        placement: Placement; the counts of its tables are dropped.
+        placement: Placement to write; the counts of its tables are left out.
     """
     names = PlacementRecord.__slots__
     values = {name: getattr(placement, name) for name in names}
@@ -383,13 +383,13 @@ def placement_data(placement: TablePlacement) -> dict[str, Any]:
 
 
 def placement_of(data: Any) -> TablePlacement:
-    """Returns the placement that ``placement_data`` wrote.
+    """Returns the placement of JSON data that ``placement_data`` returned.
 
     Args:
         data: JSON data.
 
     Raises:
-        PlanError: The data are no placement, or its shards do not match its tables.
+        PlanError: The data are not a placement, or shards do not match their tables.
     """
     try:
         record: PlacementRecord = decode(PlacementRecord, data, "tables.placement")
@@ -410,13 +410,13 @@ def placement_of(data: Any) -> TablePlacement:
 
 
 def _rows_text(rows: np.ndarray) -> str:
-    """Returns sorted rows as text: compressed differences."""
+    """Returns sorted rows as text: their differences, compressed."""
     differences = np.diff(rows, prepend=0).astype("<i4")
     return base64.b64encode(zlib.compress(differences.tobytes())).decode()
 
 
 def _rows_of(text: str) -> np.ndarray:
-    """Returns the rows of ``_rows_text``; raises ``ValueError`` without rows."""
+    """Returns the rows of ``_rows_text``; raises ``ValueError`` if they are damaged."""
     try:
         inflating = zlib.decompressobj()
         data = inflating.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
@@ -428,7 +428,6 @@ def _rows_of(text: str) -> np.ndarray:
 
 
 def _wrong_hottest(record: PlacementRecord) -> Iterator[str]:
-    """Yields cached rows that no table has on its device."""
     cached = {
         shard.table: shard.rows[1]
         for shard in record.shards
@@ -446,7 +445,6 @@ def _wrong_hottest(record: PlacementRecord) -> Iterator[str]:
 
 
 def _wrong_lengths(record: PlacementRecord) -> Iterator[str]:
-    """Yields arrays that have no number for each rank, or for each term of its load."""
     count, terms = record.ranks.count, len(record.mean)
     if not terms or record.batch_size < 1:
         yield f"{terms} means of the loads of {record.batch_size} samples"

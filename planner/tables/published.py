@@ -1,10 +1,11 @@
 """Sizes of the tables of public recommenders, for benchmarks, tests and examples.
 
-Criteo-Kaggle: the 26 cardinalities in the training scripts of DLRM and TorchRec.
-DLRM-v2: MLPerf Training v3, ``--num_embeddings_per_feature`` and ``--multi_hot_sizes``
-of its reference. DLRMv4: MLPerf Training v6.1's recommendation_v4 (mlcommons/training):
-item, artist, album and user, and seven crosses of up to 100 million rows, 282 million
-in all; the individual sizes of the smaller crosses are not published.
+- Criteo-Kaggle: the 26 cardinalities in the training scripts of DLRM and TorchRec.
+- DLRM-v2: MLPerf Training v3, ``--num_embeddings_per_feature`` and
+  ``--multi_hot_sizes`` of its reference.
+- DLRMv4: recommendation_v4 of MLPerf Training v6.1 (mlcommons/training). It has item,
+  artist, album and user, and seven crosses of up to 100 million rows, together 282
+  million. The individual sizes of the smaller crosses are not published.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ DLRM_V4_ROWS: Final = {
     "cross_5": 10_000_000,
     "cross_6": 7_000_000,
 }
-_V4_HISTORY: Final = 1020  # half of the longest history, 2,039
+_V4_HISTORY: Final = 1020  # Half of the longest history, which is 2,039.
 
 
 def kaggle_tables(width: int = 16) -> list[Table]:
-    """Returns Criteo-Kaggle's 26 tables, with row-wise optimizer state of 4 bytes.
+    """Returns the 26 tables of Criteo-Kaggle, with 4 bytes of optimizer state per row.
 
     >>> sum(table.rows for table in kaggle_tables())
     33762577
@@ -69,8 +70,9 @@ def dlrm_v2_tables(width: int = 128) -> list[Table]:
 
 
 def dlrm_v4_tables(width: int = 512) -> list[Table]:
-    """Returns the 11 tables of MLPerf's DLRMv4, looked up once per event of a history;
-    users once per sample.
+    """Returns the 11 tables of MLPerf's DLRMv4.
+
+    Users are looked up once per sample, all others once per event of a history.
 
     >>> sum(table.rows for table in dlrm_v4_tables()) // 1_000_000
     297

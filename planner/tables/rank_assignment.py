@@ -1,16 +1,16 @@
 """Assigns tables to ranks: greedily, and exactly by an integer program.
 
-Greedily, the largest shard goes first, to the emptiest rank. Each rank takes at most
-⌈shards / ranks⌉ shards, since an exchange is padded to the fullest rank. If only rows
-counted, one rank would get nearly all small tables. The largest allowed load of a shard
-determines how finely tables are divided; several are tried. Then shards move or swap
-while the most loaded rank gains.
+The greedy assignment puts the largest shard first, on the emptiest rank. Each rank
+takes at most ⌈shards / ranks⌉ shards, as an exchange is padded to the fullest rank.
+Without this limit, one rank could get nearly all small tables. The largest allowed load
+of a shard sets how finely tables are divided; several are tried. Then shards move or
+swap while the most loaded rank gains.
 
-In the program, binary variables choose one way, a storage option, for each item.
-Integers count its shards in each rank group. The largest load is minimised. Memory of
-each rank and of its host, and total shards are limited. If the user fixed no rank, the
-shards of each rank are limited too, and interchangeable ranks are sorted by load:
-without this, the search would try each division in every order.
+In the program, binary variables choose one way to store each item, and integers count
+its shards in each group of ranks. The program minimises the largest load. Memory of
+each rank and of its host, and the total number of shards are limited. If the user fixed
+no rank, the shards of each rank are limited too, and equal ranks are sorted by load.
+Without this order, the search would try each division in every order of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SAME: Final = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Way of every item, and the ranks of its shards.
+    """Chosen way of every item, and the ranks of its shards.
 
     Attributes:
         ways: Index of the chosen way of each item.
@@ -59,12 +59,12 @@ class Assignment:
 
 
 class Scale:
-    """Converts loads to units of an even share, so that measures are comparable.
+    """Converts loads to multiples of an even share, so that measures are comparable.
 
     Attributes:
-        mean: Least possible mean load of a rank, by measure.
-        bound: Least possible largest load of a rank, in units of ``mean``: the mean
-            itself, or the smallest shard of the least divisible table.
+        mean: Smallest possible mean load of a rank, by measure.
+        bound: Smallest possible largest load of a rank, divided by ``mean``: 1, or the
+            smallest shard of the least divisible table.
     """
 
     def __init__(self, items: Sequence[Item], ranks: Ranks) -> None:
@@ -78,12 +78,12 @@ class Scale:
         self.bound = max(1.0, *smallest)
 
     def largest(self, way: StorageOption) -> float:
-        """Returns a shard's largest load over the measures, in units of the mean."""
+        """Returns a shard's largest load over the measures, divided by the mean."""
         return float(np.max(np.divide(way.loads, self.mean)))
 
 
 def holders(way: StorageOption, ranks: Ranks) -> int:
-    """Returns the number of shard loads over all ranks."""
+    """Returns the number of shards over all ranks, with each replica as one."""
     return ranks.count if way.split == "replicate" else way.shards
 
 
@@ -95,14 +95,14 @@ def slot_limit(ways: Sequence[StorageOption], ranks: Ranks) -> int:
 def largest_load(
     items: Sequence[Item], assignment: Assignment, ranks: Ranks, scale: Scale
 ) -> float:
-    """Returns the load of the most loaded rank in units of the least mean."""
+    """Returns the load of the most loaded rank, divided by the smallest mean."""
     return float(np.max(rank_loads(items, assignment, ranks, scale)))
 
 
 def rank_loads(
     items: Sequence[Item], assignment: Assignment, ranks: Ranks, scale: Scale
 ) -> np.ndarray:
-    """Returns the loads ``[ranks, measures]`` in units of the least mean."""
+    """Returns the loads ``[ranks, measures]``, divided by the smallest mean."""
     loads = np.zeros((ranks.count, len(scale.mean)))
     for item, way, held in zip(items, assignment.ways, assignment.ranks, strict=True):
         np.add.at(loads, list(held), item.ways[way].loads / scale.mean)
@@ -112,12 +112,12 @@ def rank_loads(
 def assign(
     items: Sequence[Item], ranks: Ranks, scale: Scale, most_shards: int
 ) -> Assignment | None:
-    """Returns the best of several greedy assignments, or None if none fits the memory.
+    """Returns the best of several greedy assignments, or None if none fits in memory.
 
     Args:
         items: Items to place, with their possible ways.
         ranks: Devices.
-        scale: Units of loads.
+        scale: Conversion of loads.
         most_shards: Largest total number of shards.
     """
     search = _Search(items, ranks, scale, most_shards)
@@ -143,7 +143,7 @@ class _Search:
         self.quality = (math.inf, math.inf, 0)
 
     def attempt(self, ways: tuple[int, ...]) -> bool:
-        """Assigns the shards of some ways; returns whether that is the best so far."""
+        """Assigns the shards of some ways; returns whether that is the best."""
         chosen = [item.ways[way] for item, way in zip(self.items, ways, strict=True)]
         shards = sum(way.shards * way.slots for way in chosen)
         if ways in self.tried or shards > self.most_shards:
@@ -158,7 +158,7 @@ class _Search:
         found = Assignment(ways=ways, ranks=filled)
         loads = rank_loads(self.items, found, self.ranks, self.scale).max(1)
         load = float(loads.max())
-        # With several most loaded ranks, fewer of them are an improvement.
+        # If several ranks have the largest load, fewer such ranks are better.
         others = float(np.mean((loads / load) ** _POWER))
         quality = (round(load, 6), round(others, 6), shards)
         if quality >= self.quality:
@@ -203,7 +203,7 @@ class _Search:
 
 
 def _way_below(item: Item, largest: float, ranks: Ranks, scale: Scale) -> int:
-    """Returns the cheapest way with shards below a size, or else with the smallest."""
+    """Returns the cheapest way with shards below a load, or else with the smallest."""
 
     def rank(number: int) -> tuple[float, float, float, int]:
         way = item.ways[number]
@@ -234,7 +234,7 @@ class _Filling:
         self.held: list[list[int]] = [[] for _ in items]
 
     def run(self, by_memory: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Assigns every shard; returns the ranks of each item's shards, or None."""
+        """Returns the ranks of each item's shards, or None if the shards do not fit."""
         room = self.ranks.memory_bytes or 1.0
 
         def rank(number: int) -> tuple[bool, float, int]:
@@ -281,7 +281,6 @@ class _Filling:
             self.held[number].remove(rank)
 
     def _improve(self) -> None:
-        """Moves and swaps shards while the load of the most loaded rank decreases."""
         movable = [
             number
             for number, (item, way) in enumerate(
@@ -304,7 +303,7 @@ class _Filling:
     def _best_change(
         self, busiest: int, movable: Sequence[int]
     ) -> tuple[int, int, int | None] | None:
-        """Returns (shard to move, its new rank, shard in exchange or None)."""
+        """Returns (shard to move, its new rank, shard to move back or None)."""
         here = [n for n in movable if busiest in self.held[n]]
         there = [(n, r) for n in movable for r in set(self.held[n]) if r != busiest]
         free = [(None, r) for r in range(self.ranks.count) if r != busiest]
@@ -351,12 +350,12 @@ _TOTAL_WEIGHT: Final = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Solution of the integer program.
+    """Result of the integer program.
 
     Attributes:
         assignment: Best assignment, or None if none was found.
-        bound: Lower bound on the largest load, in units of the mean.
-        is_optimal: Whether the search finished.
+        bound: Lower bound on the largest load, divided by the mean.
+        is_optimal: Whether the search finished, so that no assignment is better.
     """
 
     assignment: Assignment | None
@@ -366,7 +365,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A variable: number of times that a way of an item takes a group of ranks."""
+    """Variable of the program: how often a way of an item uses a group of ranks."""
 
     item: int
     way: int
@@ -376,7 +375,6 @@ class _Column:
 def _totals(
     items: Sequence[Item], ranks: Ranks, scale: Scale, columns: Sequence[_Column]
 ) -> list[float]:
-    """Returns each choice's part of the mean load, which breaks ties."""
     loads = [
         float(np.sum(items[c.item].ways[c.way].loads / scale.mean)) for c in columns
     ]
@@ -403,7 +401,7 @@ class _Rows:
     def constraint(self, columns: int) -> optimize.LinearConstraint:
         rows, cols, values = zip(*self.entries, strict=True)
         shape = (len(self.lower), columns)
-        from scipy import optimize, sparse  # take a third of a second
+        from scipy import optimize, sparse  # The import takes a third of a second.
 
         matrix = sparse.csr_array((values, (rows, cols)), shape=shape)
         return optimize.LinearConstraint(matrix, self.lower, self.upper)
@@ -420,16 +418,16 @@ def solve(
     gap: float,
     time_limit: float,
 ) -> Solution:
-    """Solves the placement as an integer program.
+    """Finds the best assignment by an integer program.
 
     Args:
-        items: Items to place.
+        items: Items to place, with their possible ways.
         ranks: Devices.
-        scale: Units of loads.
+        scale: Conversion of loads.
         most_shards: Largest total number of shards.
-        at_most: Upper bound on the largest load, from a known assignment; or None.
-        node_limit: Nodes of the search tree after which the search stops.
-        gap: Relative gap to the bound at which the search stops.
+        at_most: Upper bound on the largest load from a known assignment, or None.
+        node_limit: Number of nodes of the search tree after which the search stops.
+        gap: Gap to the bound, as a fraction, at which the search stops.
         time_limit: Seconds after which the search stops.
     """
     ways = [(i, w) for i, item in enumerate(items) for w in range(len(item.ways))]
@@ -501,7 +499,7 @@ def _rows(
         host = max(ranks.host_bytes, 1.0)
         rows.add([(n, w.host_bytes / host) for n, w, _ in chosen], 0, 1)
         if any(item.rank is not None for item in items):
-            continue  # fixed ranks may exceed the limit, and are not interchangeable
+            continue  # Fixed ranks may exceed the limit and are not equal to others.
         count = [(n, float(ranks.count * w.slots)) for n, w, _ in chosen]
         rows.add(
             [*count, *[(n, -slot) for n, slot in slots]], -math.inf, ranks.count - 1

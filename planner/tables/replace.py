@@ -1,8 +1,8 @@
-"""Computes the gain of a new placement, from read counts of rows.
+"""Computes the gain of another placement, from counts of the reads of rows.
 
-Popularity changes: ranges of rows that were read equally often are so no longer, and
-tables with fuller bags are read more. The present placement and the best one are both
-evaluated by the counts, so the gain is known before anything moves.
+Popularity changes: rows that were read equally often no longer are, and tables with
+more lookups per sample are read more. The counts evaluate both the present placement
+and the best one, so the gain is known before any table moves.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from whalejax.planner.tables.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replacement:
-    """A placement for the counted reads, compared with the present one.
+    """Best placement for the counted reads, compared with the present placement.
 
     Attributes:
-        placement: New placement.
-        planned_seconds: Planned load of the most loaded rank.
-        present_seconds: Load under the present placement, by the counts.
-        new_seconds: Load under the new placement, by the counts.
+        placement: Best placement for the counted reads.
+        planned_seconds: Load of the most loaded rank when the present placement was
+            made.
+        present_seconds: Load of the most loaded rank of the present placement, by the
+            counts.
+        new_seconds: Load of the most loaded rank of ``placement``, by the counts.
     """
 
     placement: TablePlacement
@@ -43,15 +45,14 @@ class Replacement:
 
     @property
     def gain(self) -> float:
-        """Part of the most loaded rank's time that the new placement saves."""
+        """Fraction of the most loaded rank's time that the best placement saves."""
         return max(0.0, 1.0 - self.new_seconds / max(self.present_seconds, 1e-300))
 
     def __str__(self) -> str:
         return (
-            f"the most loaded rank takes {milliseconds(self.present_seconds)} by what "
-            f"was counted ({milliseconds(self.planned_seconds)} planned); placing "
-            f"tables anew makes it {milliseconds(self.new_seconds)}, {self.gain:.0%} "
-            "less"
+            f"the most loaded rank takes {milliseconds(self.present_seconds)} by the "
+            f"counts ({milliseconds(self.planned_seconds)} planned); placing tables "
+            f"again makes it {milliseconds(self.new_seconds)}, {self.gain:.0%} less"
         )
 
 
@@ -60,8 +61,8 @@ def place_again(
 ) -> Replacement:
     """Returns the best placement for the counted reads, and its gain.
 
-    Fixed settings stay: the ways of dividing tables, the tables that stay together, and
-    ranks.
+    Ways to store tables, tables that stay together, and ranks are kept where the user
+    fixed them.
 
     Args:
         placement: Present placement, with the objective ``"time"``.
@@ -112,7 +113,7 @@ def _pin(ways: Sequence[StorageOption], table: Table) -> str:
 
 
 def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.ndarray:
-    """Returns the seconds of a step on each rank, by the read counts of its rows.
+    """Returns the seconds of a step on each rank, by the counted reads of its rows.
 
     Args:
         placement: Placement of the tables.
@@ -150,7 +151,6 @@ def _cached_seconds(
 
 
 def _busyness(shard: TableShard, table: Table) -> float:
-    """Returns the reads of a shard's rows over an even share of all reads."""
     counts = table.counts
     if shard.split not in ("rows", "node_rows") or counts is None:
         return 1.0

@@ -1,8 +1,8 @@
-"""Two parallel sections: tables on CPUs, and the dense part.
+"""Two sections that run in parallel: tables on CPUs, and the dense part.
 
 A batch takes t_s seconds of generation, lookups and updates in one process, t_w seconds
-of messages and t_d seconds of the dense part. With n processes and lookups that lack at
-most s updates, s + 1 batches overlap, and a step takes
+of messages, and t_d seconds of the dense part. With n processes and lookups that lack
+at most s updates, s + 1 batches overlap. A step then takes
 
     max(t_s / n, t_w, t_d, (t_s / n + t_w + t_d) / (s + 1)).
 """
@@ -20,27 +20,28 @@ from whalejax.planner.tables.table import ID_BYTES, Table
 
 
 WIRE_BYTES_PER_SECOND: Final = 0.4e9
-"""Assumed rate of encrypted transfers between two processes of one machine, in both
-directions at once. Not used if a run has measured its own times (``times=``)."""
+"""Assumed seconds per byte of encrypted transfers between two processes of one machine,
+with transfers in both directions. Measured times of a run (``times=``) replace it.
+"""
 
 _WIRE_LATENCY: Final = 1e-3
 """Assumed latency of a message, in seconds."""
 ENOUGH: Final = 1.01
-"""Factor by which fewer processes may make a step longer."""
+"""Factor by which a step may be longer if it needs fewer processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionTimes:
-    """Seconds of each part of a step, run alone.
+    """Seconds of each part of a step, if each runs alone.
 
     Attributes:
-        sparse_seconds: Lookups and updates of a batch, by one process.
-        wire_seconds: Transfer of a batch's ids, vectors and gradients.
-        dense_seconds: The dense part of a batch.
-        batch_seconds: Generation of a batch, in one process of the sparse section; 0
+        sparse_seconds: Seconds of a batch's lookups and updates in one process.
+        wire_seconds: Seconds of transfers of a batch's ids, vectors and gradients.
+        dense_seconds: Seconds of the dense part for one batch.
+        batch_seconds: Seconds to generate a batch in a process of the sparse section; 0
             if batches are given.
-        tables: Names of the tables in the sparse section; None for all. The others are
-            part of the dense section.
+        tables: Names of the tables in the sparse section; None for all. Other tables
+            are in the dense section.
     """
 
     sparse_seconds: float
@@ -56,7 +57,7 @@ class SectionTimes:
         problems.raise_if_any()
 
     def loads(self, processes: int) -> dict[str, float]:
-        """Returns the busy seconds of each section per step.
+        """Returns the seconds of a step in which each section is busy, by its name.
 
         Args:
             processes: Number of processes of the sparse section.
@@ -86,15 +87,15 @@ class SectionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """Division of work between the two sections.
+    """Number of processes, staleness and queue depth of the two sections.
 
     Attributes:
         staleness: Number of newest updates that a lookup may lack.
         processes: Number of processes of the sparse section.
-        most_processes: Number of such processes in the cluster.
-        queue_depth: Largest number of batches under way, with one that waits.
-        times: Times of each section.
-        is_measured: Whether the times were measured, not predicted.
+        most_processes: Number of processes that the cluster offers.
+        queue_depth: Largest number of batches under way, including one that waits.
+        times: Seconds of each part of a step.
+        is_measured: Whether ``times`` were measured instead of predicted.
     """
 
     staleness: int
@@ -111,7 +112,7 @@ class Sections:
 
     @property
     def alone_seconds(self) -> float:
-        """Seconds of a step if one process did both parts at these speeds."""
+        """Seconds of a step if one process did all parts one after the other."""
         times = self.times
         return times.sparse_seconds + times.batch_seconds + times.dense_seconds
 
@@ -146,14 +147,14 @@ def choose_sections(
     is_measured: bool,
     least_processes: int = 1,
 ) -> Sections:
-    """Chooses the fewest processes about as fast as all, and the queue's depth.
+    """Chooses the fewest processes that are about as fast as all, and the queue depth.
 
     Args:
-        times: Times of each section.
+        times: Seconds of each part of a step.
         most_processes: Number of available processes.
         staleness: Number of updates that a lookup may lack.
-        is_measured: Whether the times were measured.
-        least_processes: Least number of processes.
+        is_measured: Whether ``times`` were measured.
+        least_processes: Smallest number of processes; default: 1.
 
     >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.1)
     >>> chosen = choose_sections(times, 8, 4, is_measured=True)
@@ -167,7 +168,7 @@ def choose_sections(
         if times.step_seconds(n, staleness) <= best * ENOUGH
     )
     loads = times.loads(processes).values()
-    # Enough batches to keep the slowest section busy, plus one that waits.
+    # The queue keeps the slowest section busy, and has one more batch that waits.
     hiding = math.ceil(round(sum(loads) / max(*loads, 1e-12), 6))
     return Sections(
         staleness=staleness,
@@ -180,7 +181,7 @@ def choose_sections(
 
 
 _WORTH: Final = 0.8
-"""Largest part of the vectors at which distinct rows are sent instead."""
+"""Largest fraction of the vectors' bytes at which distinct rows are sent instead."""
 
 
 def process_seconds(
@@ -190,8 +191,8 @@ def process_seconds(
 
     Args:
         table: The table.
-        batch_size: Samples of a global batch.
-        read_seconds: Seconds to read or write a byte of memory.
+        batch_size: Number of samples of a global batch.
+        read_seconds: Seconds to read or write one byte of memory.
     """
     lookups = batch_size * table.lookups_per_sample
     row = table.width * table.element_bytes
@@ -200,7 +201,7 @@ def process_seconds(
     moved = lookups * row + 2 * distinct * state
     vectors = batch_size * table.vectors_per_sample
     if vectors == lookups and distinct < _WORTH * vectors:
-        # Single rows: each distinct one is named and sent once.
+        # Each distinct row is requested and sent once.
         lookups = vectors = distinct
     sent = lookups * ID_BYTES + 2 * vectors * row
     return moved * read_seconds, sent / WIRE_BYTES_PER_SECOND
@@ -210,6 +211,6 @@ def wire_latency(tables: Sized) -> float:
     """Returns the latency of a step's messages, without the time of their bytes.
 
     Args:
-        tables: Tables in processes; without one there are no messages.
+        tables: Tables in processes; without tables there are no messages.
     """
     return 2 * _WIRE_LATENCY if len(tables) else 0.0

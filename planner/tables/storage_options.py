@@ -1,14 +1,19 @@
 """The ways to store a table, and the cost of each for the ranks that store it.
 
-Let a global batch have N samples, with R ranks, q bytes an element, L lookups a sample
-and E columns. The owner of an undivided table reads N·L·E·q bytes. It exchanges N·L ids
-and, forward and backward, N·E·q bytes, times L if lookups are not pooled (Naumov et
-al., arXiv:1906.00091). It reads and writes the rows that occur, with their optimizer
-state. Each of c column shards has E/c columns and all ids. Each of c row shards has 1/c
-of the lookups and sends a partial sum of full size. A replicated table exchanges
-nothing and all-reduces a gradient of its own size. If rows are divided within a node,
-sums are made there, and 1/ranks of a node goes to other nodes. Rows of a table in host
-memory pass over the host's link; a cached table has some rows on the device.
+Let a global batch have N samples, with R ranks, q bytes per element, L lookups per
+sample and E columns.
+
+- The owner of an undivided table reads N·L·E·q bytes. It exchanges N·L ids and, in each
+  pass, N·E·q bytes, times L if lookups are not pooled (Naumov et al.,
+  arXiv:1906.00091). It reads and writes the rows that occur, with their optimizer
+  state.
+- Each of c column shards has E/c columns and all ids.
+- Each of c row shards has 1/c of the lookups, and sends a partial sum of full size.
+- A replicated table exchanges nothing, and all-reduces a gradient of its own size.
+- If rows are divided within a node, sums are made there, and 1/ranks of a node goes to
+  other nodes.
+- Rows of a table in host memory pass over the host's link. A cached table has some rows
+  on the device.
 """
 
 from __future__ import annotations
@@ -35,17 +40,18 @@ _ROW_SHARDS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256
 
 
 PIN_WORDS: Final = (
-    f"one of {', '.join(SPLITS)}, or cached:0.25 for the part of its rows that is on "
-    "the device"
+    f"one of {', '.join(SPLITS)}, or cached:0.25 with the fraction of its rows on the "
+    "device"
 )
-"""Text of the expected values of a pin that names a way."""
+"""Text on the expected values of a pin that names a way."""
 
 
 def read_pin(pin: Any) -> tuple[Split, float | None] | None:
-    """Returns the split of a pin and the cached part of the rows, if stated.
+    """Returns the split of a pin, and the cached fraction of the rows if the pin has
+    it.
 
     Args:
-        pin: Value of ``pins``; anything other than a way gives None.
+        pin: Value of ``pins``; the result is None if it is not a way.
 
     >>> read_pin("cached:0.25"), read_pin("rows"), read_pin("cached:2")
     (('cached', 0.25), ('rows', None), None)
@@ -64,20 +70,21 @@ def read_pin(pin: Any) -> tuple[Split, float | None] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOption:
-    """One way of storing tables that stay together, usually one table.
+    """One way to store an item: tables that stay together, usually one table.
 
     Attributes:
         split: Split of the tables.
-        shards: Number of shards. A rank can store several; a replica is stored on all.
-        slots: Shards that the exchange counts for one of them; 0 if replicated.
+        shards: Number of shards. A rank can store several. All ranks store a replica.
+        slots: Number of shards that the exchange counts for one shard; 0 if replicated.
         loads: Load of one shard in each measure of the objective.
         exchange_bytes: Bytes that a rank sends in all-to-alls for one shard.
-        memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
+        memory_bytes, host_bytes: Bytes of one shard on a rank, and on its host.
         cached_rows: Number of rows on the device, if the others are in host memory.
-        distinct_rows: Most distinct rows of one shard that a rank requests, if that
-            moves less than vectors by sample; 0 if vectors are exchanged.
-        sample_bytes: Bytes that a rank would send in all-to-alls by sample.
-        of_tables: Way of each table, if several stay together; else empty.
+        distinct_rows: Largest number of distinct rows of one shard that a rank
+            requests, if this moves fewer bytes than vectors by sample. 0 if vectors are
+            exchanged.
+        sample_bytes: Bytes that a rank would send in all-to-alls for vectors by sample.
+        of_tables: Way of each table if several stay together, else empty.
     """
 
     split: Split
@@ -97,10 +104,10 @@ class StorageOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Tables that are placed together, with the possible ways of storing them.
+    """Tables that are placed together, with the possible ways to store them.
 
     Attributes:
-        tables: Numbers of the tables.
+        tables: Indices of the tables.
         ways: Possible ways, at least one.
         rank: Rank that the user fixed, or None.
     """
@@ -113,10 +120,11 @@ class Item:
 def rank_groups(
     way: StorageOption, ranks: Ranks, fixed: int | None
 ) -> Sequence[Sequence[int]]:
-    """Returns the sets of ranks of one choice: single ranks, nodes, or all ranks.
+    """Returns the groups of ranks that a way may use: single ranks, nodes, or all
+    ranks.
 
     Args:
-        way: Way of storing the table.
+        way: Way to store the tables.
         ranks: All ranks.
         fixed: Rank that the user fixed, or None.
     """
@@ -129,7 +137,7 @@ def rank_groups(
 
 
 def times_chosen(way: StorageOption) -> int:
-    """Returns the number of ``rank_groups`` that a way occupies."""
+    """Returns the number of ``rank_groups`` that a way uses."""
     return 1 if way.split in ("replicate", "node_rows") else way.shards
 
 
@@ -142,15 +150,15 @@ def list_ways(
     splits: Collection[str],
     cached_part: float | None = None,
 ) -> Iterator[StorageOption]:
-    """Yields the ways of storing one table, by split in the order of ``SPLITS``.
+    """Yields the ways to store one table, by split in the order of ``SPLITS``.
 
     Args:
         table: The table.
         ranks: Devices that may store it.
-        batch_size: Samples of a global batch.
-        objective: Objective to balance; see ``place_tables``.
+        batch_size: Number of samples of a global batch.
+        objective: Objective to minimise; see ``place_tables``.
         splits: Allowed splits.
-        cached_part: Part of a cached table's rows on the device; None for any.
+        cached_part: Fraction of a cached table's rows on the device; default: any.
     """
     parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
@@ -165,7 +173,7 @@ def list_ways(
             )
             is_by_rows = split in ("rows", "whole") and "columns" in splits
             if way.distinct_rows and is_by_rows and table.splits_columns:
-                # Columns move as much as the undivided table would by sample.
+                # Column shards move as much as the undivided table would by sample.
                 apart = _storage_option(
                     "whole", 1, table, ranks, batch_size, objective, False
                 )
@@ -221,12 +229,12 @@ def cached_option(
     count: int,
     share: float,
 ) -> StorageOption:
-    """Returns the way with some rows on the device, and the others in host memory.
+    """Returns the way with some rows on the device and the others in host memory.
 
     Args:
         table, ranks, batch_size, objective: Arguments of ``list_ways``, unchanged.
         count: Number of rows on the device.
-        share: Part of the lookups that read them.
+        share: Fraction of the lookups that read these rows.
     """
     ways = {
         split: _storage_option(split, 1, table, ranks, batch_size, objective, False)
@@ -305,11 +313,11 @@ def _exchange(
     *,
     asks: bool,
 ) -> _Exchange:
-    """Chooses vectors by sample, or distinct rows once if that moves a fifth less.
+    """Chooses vectors by sample, or distinct rows if they move at least a fifth less.
 
-    Requested rows have room for a tenth, or four standard deviations, more than
-    expected. A shard with fewer rows than that is sent in full, without ids, as soon as
-    that moves less.
+    Buffers of requested rows exceed the expected number by a tenth or by four standard
+    deviations. A shard with fewer rows than its buffer is sent in full, without ids, if
+    that moves fewer bytes.
     """
     if split == "replicate" or ranks.count == 1:
         return _Exchange(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Embedding tables for placement, and the devices that may store them."""
+"""Embedding tables to place, and the devices that may store them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Equal ranks, each a device that stores tables and computes a part of the batch.
+    """Equal devices, each of which stores tables and computes a part of the batch.
 
     Attributes:
         count: Number of ranks.
-        per_node: Ranks of one node; it divides ``count``.
+        per_node: Number of ranks of one node; it divides ``count``.
         memory_bytes: Bytes for tables on each rank.
-        host_bytes: Bytes of host memory for tables of each rank; 0 for none.
+        host_bytes: Bytes of host memory for the tables of each rank; 0 without.
         read_seconds: Seconds to read or write one byte of device memory.
         host_seconds: Seconds to move one byte between host memory and device.
         exchange_seconds: Seconds per byte that a rank sends in an all-to-all.
         reduce_seconds: Seconds per byte of an all-reduce over all ranks.
         node_reduce_seconds: Seconds per byte of a reduce-scatter within a node.
-        cross_seconds: Seconds per byte of an all-to-all only between nodes.
+        cross_seconds: Seconds per byte of an all-to-all between nodes only.
     """
 
     count: int
@@ -55,17 +55,17 @@ class Ranks:
         ]
         if all(both) and self.count % self.per_node:
             problems.add(
-                f"per_node is {self.per_node} and does not divide count {self.count}"
+                f"per_node is {self.per_node}, which does not divide count {self.count}"
             )
         problems.raise_if_any()
 
     @classmethod
     def of(cls, cluster: Cluster, *, used_bytes: float = 0.0) -> Ranks:
-        """Returns the ranks of a cluster, all as fast as its slowest device.
+        """Returns the ranks of a cluster, each as fast as the slowest device.
 
         Args:
-            cluster: Devices and links.
-            used_bytes: Memory of a device that is already in use.
+            cluster: Devices and links of the cluster.
+            used_bytes: Bytes of device memory that are not for tables; default: 0.
         """
         kinds, count = cluster.kinds, cluster.num_devices
         counts = {node.count for node in cluster.nodes}
@@ -99,30 +99,31 @@ def _seconds_per_byte(kind: CollectiveKind, parts: tuple[AxisPart, ...]) -> floa
 
 
 ID_BYTES: Final = 4
-"""Bytes of one id in an exchange between ranks: int32."""
+"""Bytes of an id (int32) in an exchange between ranks."""
 
 LEAST_COLUMNS: Final = 16
-"""Columns of the narrowest shard: one cache line of float32."""
+"""Number of columns of the narrowest shard: one cache line of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
-    """One embedding table.
+    """Embedding table.
 
     Attributes:
-        name: Name, unique among tables that are placed together.
+        name: Name of the table; unique among tables that are placed together.
         rows: Number of rows.
-        width: Elements of a row.
-        element_bytes: Bytes of an element; 4 by default.
-        optimizer_bytes_per_row: Bytes of optimizer state per row; 4 by default, as for
+        width: Number of elements of a row.
+        element_bytes: Bytes of an element; default: 4.
+        optimizer_bytes_per_row: Bytes of optimizer state per row; default: 4, as for
             row-wise Adagrad.
-        lookups_per_sample: Mean number of rows that a sample reads; 1 by default.
-        pooled: Whether the rows of a sample are summed before they are exchanged.
-            Otherwise every row that is looked up is exchanged.
-        vectors: Vectors exchanged per sample. None means 1 if ``pooled``, else
-            ``lookups_per_sample``; give it for a table with several lookups.
+        lookups_per_sample: Mean number of rows that a sample reads; default: 1.
+        pooled: Whether the rows of a sample are summed before the exchange. If not,
+            every row that is looked up is exchanged.
+        vectors: Number of vectors that are exchanged per sample, for a table with
+            several lookups. Default: None, which means 1 if ``pooled``, else
+            ``lookups_per_sample``.
         splits_columns: Whether columns may be stored separately. False if the
-            optimizer's state belongs to a full row, as in row-wise Adagrad.
+            optimizer's state belongs to full rows, as in row-wise Adagrad.
         counts: Number of lookups of each row in a part of the data; None if unknown.
     """
 
@@ -153,8 +154,8 @@ class Table:
         counts = np.asarray(self.counts)
         if counts.shape != (self.rows,):
             raise PlanError(
-                f"the counts of table {self.name!r} have shape {counts.shape}, and the "
-                f"table has {self.rows:,} rows; expected one count a row. Are these "
+                f"the counts of table {self.name!r} have shape {counts.shape}, but the "
+                f"table has {self.rows:,} rows; expected one count per row. Are these "
                 "the counts of another table?"
             )
         if counts.dtype.kind not in "iuf":
@@ -177,17 +178,17 @@ class Table:
 
     @property
     def vectors_per_sample(self) -> float:
-        """Vectors of the table's width that a sample needs from another rank."""
+        """Number of vectors that a sample needs from another rank."""
         if self.vectors is not None:
             return self.vectors
         return 1.0 if self.pooled else self.lookups_per_sample
 
     def distinct_rows(self, lookups: float) -> float:
-        """Returns the expected number of distinct rows among some lookups.
+        """Returns the expected number of distinct rows in a number of lookups.
 
         Args:
-            lookups: Number of lookups of all samples of a batch. Without counts, ids
-                are assumed uniform, which gives the most distinct rows.
+            lookups: Number of lookups of all samples of a batch. Without ``counts``,
+                ids are assumed to be uniform, which gives the most distinct rows.
 
         >>> round(Table(name="a", rows=10, width=4).distinct_rows(10), 2)
         6.51
@@ -203,10 +204,10 @@ class Table:
         """Returns the most frequent rows, in ascending order.
 
         Args:
-            count: Number of rows; of equally frequent ones the first are taken.
+            count: Number of rows. Of equally frequent rows, the first are returned.
 
         Returns:
-            ``int64[count]``. None stands for the first rows, also without counts.
+            ``int64[count]``, or None for the first rows, as without ``counts``.
 
         >>> Table(name="a", rows=4, width=4, counts=[1, 5, 2, 5]).hottest_rows(2)
         array([1, 3])
@@ -220,10 +221,10 @@ class Table:
     def share_of(self, rows: np.ndarray | None, count: int) -> float:
         """Returns the fraction of lookups that read some rows.
 
-        Without counts, this is the fraction of rows.
+        Without ``counts``, this is the fraction of rows.
 
         Args:
-            rows: The rows, or None for the first ones.
+            rows: The rows; None for the first rows.
             count: Number of rows.
         """
         if self.counts is None or not np.sum(self.counts):
@@ -250,7 +251,7 @@ class Table:
 
 
 def range_edges(rows: int, parts: int) -> tuple[int, ...]:
-    """Returns the edges of nearly equal row ranges; the first take the remainder.
+    """Returns the edges of nearly equal row ranges; the first ranges have one row more.
 
     >>> range_edges(10, 3)
     (0, 4, 7, 10)

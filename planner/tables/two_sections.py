@@ -23,22 +23,23 @@ from whalejax.planner.tables.table import Ranks, Table
 
 
 _ROOM: Final = (1.0, 0.9, 0.75, 0.5, 0.0)
-"""Fractions of the devices' memory to try: tables that fit in total may fit no single
-device.
+"""Fractions of the devices' memory to try, as tables that fit in total may not fit on
+single devices.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionsWanted:
-    """Settings of two sections from the user.
+    """Settings of the two sections that the user gave.
 
     Attributes:
         staleness: Number of updates that a lookup may lack.
-        times: Measured times, or None.
-        in_processes: Names of the tables in processes, if fixed.
-        splits: Allowed ways of dividing tables.
+        times: Measured times of the sections, or None.
+        in_processes: Names of the tables in processes; None if the user did not fix
+            them.
+        splits: Allowed ways to store tables.
         together: Groups of tables that must share one rank.
-        pins: Fixed rank or way of dividing, by table.
+        pins: Fixed rank or fixed way, by name of the table.
     """
 
     staleness: int
@@ -51,12 +52,12 @@ class SectionsWanted:
     def place(
         self, tables: Sequence[Table], ranks: Ranks, batch_size: int, *, here: bool
     ) -> TablePlacement | None:
-        """Places some of the tables on the ranks of one section; None without tables.
+        """Places tables on the ranks of one section; returns None without tables.
 
         Args:
             tables: Tables of the section.
             ranks: Processes or devices of the section.
-            batch_size: Samples of a global batch.
+            batch_size: Number of samples of a global batch.
             here: Whether the ranks are devices, which can store copies of a table.
 
         Raises:
@@ -81,12 +82,13 @@ _OF_PROCESSES: Final = ("whole", "rows", "columns")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TwoSections:
-    """Placements of all tables in two sections.
+    """Placements of all tables in both sections.
 
     Attributes:
-        placement: Placement of the tables in processes, or of all if none is.
-        beside: Placement of tables on the devices, if others are in processes.
-        sections: Loads of both sections; None if no table is in a process.
+        placement: Placement of the tables in processes, or of all tables if none is.
+        beside: Placement of the tables on devices; None if all are in one section.
+        sections: Number of processes, staleness and queue depth; None if no table is in
+            a process.
         cut: Costs of each table in either section.
     """
 
@@ -109,15 +111,15 @@ def place_in_sections(
 
     Args:
         tables: All tables.
-        processes: CPU processes; some may stay unused.
-        devices: Devices of the dense part with the memory that it leaves; None if they
-            can store no table.
-        batch_size: Samples of a global batch.
+        processes: CPU processes, of which some may stay unused.
+        devices: Devices of the dense part, with the memory that it leaves; None if they
+            cannot store tables.
+        batch_size: Number of samples of a global batch.
         dense_seconds: Predicted seconds of the dense part without tables.
         wanted: Settings of the two sections.
 
     Raises:
-        PlanError: Nothing fits, or the settings are contradictory.
+        PlanError: Nothing fits, or the settings contradict each other.
     """
     fixed = _fixed(tables, devices, wanted)
     costs = table_costs(tables, processes, devices, batch_size, fixed)
@@ -158,7 +160,7 @@ def place_in_sections(
     if beside is not None and not names:
         return TwoSections(placement=beside, beside=None, sections=None, cut=cut)
     times = times_of(cut, base.dense_seconds, batch_seconds)
-    if beside is not None:  # the most loaded device, not an even share
+    if beside is not None:  # The most loaded device counts, not an even share.
         dense = base.dense_seconds + float(beside.loads.max())
         times = dataclasses.replace(times, dense_seconds=dense)
     return _in_processes(
@@ -209,7 +211,7 @@ def _in_processes(
 def _fixed(
     tables: Sequence[Table], devices: Ranks | None, wanted: SectionsWanted
 ) -> Collection[str] | None:
-    """Returns the names of the tables in processes, if there is no choice."""
+    """Returns the names of the tables in processes; None if there is a choice."""
     names, given = {table.name for table in tables}, wanted.in_processes
     problems = Arguments("wh.plan", PlanError)
     for name in (
@@ -219,30 +221,30 @@ def _fixed(
     ):
         if name not in names:
             problems.add(
-                f"{short_repr(name)} is no table; the tables are "
+                f"{short_repr(name)} is not a table; the tables are "
                 f"{', '.join(table.name for table in tables[:8])}"
             )
     for name in given or ():
         pin = wanted.pins.get(name, 0)
         if isinstance(pin, str) and pin not in _OF_PROCESSES:
             problems.add(
-                f"pins stores {short_repr(name)} as {pin}, and in_processes has it in "
-                f"processes, where a table is one of {', '.join(_OF_PROCESSES)}; leave "
-                "one of these out"
+                f"pins stores {short_repr(name)} as {pin}, but in_processes puts it "
+                "into processes, which store a table as one of "
+                f"{', '.join(_OF_PROCESSES)}; leave one of these out"
             )
     if given is not None:
         for group in wanted.together:
             inside = [name for name in group if name in given]
             if inside and len(inside) < len(group):
                 problems.add(
-                    f"together has {', '.join(group)} on one rank, and in_processes "
-                    f"only {', '.join(inside)}; leave one of these out"
+                    f"together puts {', '.join(group)} on one rank, but in_processes "
+                    f"has only {', '.join(inside)}; leave one of these out"
                 )
         if devices is None and names - set(given):
             problems.add(
-                f"in_processes leaves {', '.join(sorted(names - set(given))[:8])} "
-                "beside the dense part, which does not use all of its devices. Use a "
-                "batch size that they divide"
+                f"in_processes leaves {', '.join(sorted(names - set(given))[:8])} on "
+                "the devices of the dense part, which does not use all of its "
+                "devices. Use a batch size that is divisible by their number"
             )
     problems.raise_if_any()
     return names if devices is None else given
@@ -251,9 +253,9 @@ def _fixed(
 def _with_fixed_ranks(
     costs: Sequence[TableCost], wanted: SectionsWanted
 ) -> tuple[TableCost, ...]:
-    """Fixes tables with pins to sections, unless the user fixed the sections.
+    """Fixes the sections of tables with pins, unless the user fixed the sections.
 
-    A pinned rank means processes; a split that processes lack means devices.
+    A pinned rank is a process. A split that processes do not support means devices.
     """
     if wanted.in_processes is not None:
         return tuple(costs)

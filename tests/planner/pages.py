@@ -182,8 +182,7 @@ def spmd() -> Plan:
         candidates=CANDIDATES,
         notes=(
             "1 marked TaskGraph obeyed",
-            "norms: split() has no effect: no dimension of what it covers can be "
-            "sharded",
+            "norms: split() has no effect: it covers no dimension that can be sharded",
             "the loss: its statistics over the batch are per micro-batch of 256",
         ),
     )

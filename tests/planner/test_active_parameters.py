@@ -90,7 +90,7 @@ def test_experts_that_compute_every_token_are_said(loss: Callable[..., Any]) -> 
     plan, work = work_of(loss, NET)
     assert (work.parameters, work.active, work.chosen) == (WHOLE, WHOLE, CHOSEN)
     assert work.step_flops > 6 * STACKS * work.tokens  # what is computed
-    assert "chosen for a token, though every expert computes it" in str(plan)
+    assert "chosen for a token, though every expert computes each" in str(plan)
 
 
 def test_experts_in_a_loop_with_a_capacity() -> None:

@@ -82,8 +82,8 @@ def test_what_cannot_be_shared() -> None:
     assert str(caught.value) == (
         "shares: 2 problems\n"
         "  1. seconds[1] is 0.0; expected a number above 0\n"
-        "  2. the devices hold 7 pieces together (3, 4); there are 10. Use smaller "
-        "micro-batches, or more devices"
+        "  2. the devices hold 7 pieces together (3, 4), but there are 10. Use "
+        "smaller micro-batches, or more devices"
     )
 
 
@@ -186,7 +186,7 @@ def test_uneven_shards_are_stored_padded() -> None:
     found = uneven_shards(1024, [1.0, 1.0, 2.0], multiple=64)
     assert sum(found.sizes) == 1024
     assert found.padded == max(found.sizes)
-    with pytest.raises(PlanError, match="a dimension of 10 has no shards in multiples"):
+    with pytest.raises(PlanError, match="a dimension of 10 cannot be divided into"):
         uneven_shards(10, [1.0, 2.0], multiple=4)
 
 
@@ -196,12 +196,13 @@ def test_devices_that_are_too_small() -> None:
     large = dataclasses.replace(small, name="h100", memory_bytes=6.5)
     with pytest.raises(PlanError) as caught:
         balance(4, [small, large])
-    assert "device 0 (t4) holds not one piece: it needs 6 bytes and has 5" in str(
-        caught.value
+    assert (
+        "device 0 (t4) has no memory for one piece: it needs 6 bytes and has 5"
+        in str(caught.value)
     )
     with pytest.raises(PlanError) as caught:
         balance(8, [large, large])
-    assert "they hold 4 pieces and there are 8, 4 bytes short" in str(caught.value)
+    assert "4 pieces fit, but there are 8, 4 bytes short" in str(caught.value)
 
 
 def test_shares_asked_by_hand() -> None:
@@ -212,5 +213,6 @@ def test_shares_asked_by_hand() -> None:
     assert str(caught.value) == (
         "shares: 2 problems\n"
         "  1. got 5, 2, together 7; expected numbers of at least 0 that add up to 6\n"
-        "  2. device 0 (t4) got 5 and holds 4, 1 bytes short. Give it at most 4"
+        "  2. device 0 (t4) got 5 pieces, but only 4 fit, 1 bytes short. Give it "
+        "at most 4"
     )

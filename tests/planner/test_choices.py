@@ -260,7 +260,7 @@ def test_a_split_around_nothing_that_can_be_sharded_has_no_effect() -> None:
     options, _ = options_of(graph)
     assert sharded_by_split(options, mesh(data=8)) == ""
     assert idle_marks(graph, options) == [
-        "split: split() has no effect: no dimension of what it covers can be sharded"
+        "split: split() has no effect: it covers no dimension that can be sharded"
     ]
 
 
@@ -304,7 +304,7 @@ def test_the_batch_is_not_for_split() -> None:
 def test_metadata_against_a_mark() -> None:
     assert refused(pinned(hybrid(mark("split")), up_kernel=(None, "tensor"))) == (
         "the hints cannot be obeyed: 1 problem\n"
-        "  1. up.kernel dim 1: its metadata shards it over tensor, and replicate "
+        "  1. up.kernel dim 1: its metadata shards it over tensor, but replicate "
         "replicates it. Drop one of the two hints"
     )
 
@@ -316,8 +316,8 @@ def test_metadata_against_the_dimension_that_a_mark_names() -> None:
     assert refused(graph) == (
         "the hints cannot be obeyed: 1 problem\n"
         "  1. split: split(axis='head.kernel.1'), and head.kernel dim 0: its metadata "
-        "shards it over tensor: both stand in one operation, which one axis can shard "
-        "along one of them. Drop one of the two"
+        "shards it over tensor: both are in one operation, along one of which an axis "
+        "can shard it. Drop one of the two"
     )
 
 
@@ -325,8 +325,8 @@ def test_two_dimensions_on_one_axis() -> None:
     graph = pinned(hybrid(mark("split")), head_kernel=("tensor", "tensor"))
     text = refused(graph)
     assert (
-        "head.kernel: its metadata puts axis tensor on dim 0 (48) and dim 1 (40); one "
-        "axis can shard one dimension of a tensor. Keep one of them"
+        "head.kernel: its metadata puts the axis tensor on dim 0 (48) and dim 1 (40), "
+        "but one axis can shard only one dimension of a tensor. Keep one of them"
     ) in text
 
 
@@ -357,8 +357,8 @@ def test_an_axis_on_a_dimension_of_size_1_is_noted() -> None:
     options, _ = options_of(graph)
     assert options.stored == {}
     assert unplanned_pins(graph, mesh(tensor=8)) == [
-        "the metadata names the mesh axis tensor for what has size 1, where that name "
-        "has no effect: keys dim 0"
+        "the metadata names the mesh axis tensor for dimensions of size 1, where that "
+        "name has no effect: keys dim 0"
     ]
 
 
@@ -371,7 +371,7 @@ def test_splits_of_different_widths() -> None:
     assert refused(graph) == (
         "the hints cannot be obeyed: 1 problem\n"
         "  1. the split regions ask for different numbers of devices (split over 4, "
-        "split.2 over 2); all of them share one mesh. Give them one number, or leave "
+        "split.2 over 2), but they share one mesh. Give them one number, or leave "
         "devices= out"
     )
 

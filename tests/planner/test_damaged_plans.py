@@ -139,9 +139,13 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
         "xla_gpu_autotune_level is '/tmp/x'; expected a number, true or false",
     ),
     ("leaves.0.dtype", "f32", "leaves[0].dtype is 'f32'; expected as numpy says"),
-    ("leaves.0.trained", False, "leaves[1].trained is true behind one that is not"),
-    ("leaves.0.path", "blocks.0.query.kernel", "as that of another"),
-    ("batch.0.dtype", "f32", "batch[0].dtype is 'f32'; expected as JAX says"),
+    ("leaves.0.trained", False, "leaves[1].trained is true after a leaf that is not"),
+    ("leaves.0.path", "blocks.0.query.kernel", "which another leaf has too"),
+    (
+        "batch.0.dtype",
+        "f32",
+        "batch[0].dtype is 'f32'; expected the name of a JAX dtype",
+    ),
     ("batch_tree", "x", "batch_tree is 'x'; expected the containers of a batch"),
     ("batch_tree", "5", "batch_tree is '5'; expected the containers of a batch"),
     ("batch_tree", '{"dict": [["x"]]}', "expected the containers of a batch"),
@@ -161,7 +165,7 @@ def test_numbers_that_no_plan_has(
 
 def test_a_batch_that_stands_twice(document: dict[str, Any]) -> None:
     data = changed(document, "batch", document["batch"] * 2)
-    assert "as that of another; expected each once" in refused(data)
+    assert "which another leaf has too; expected each once" in refused(data)
 
 
 def test_every_kind_of_device_is_checked(document: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def test_without_a_width_every_note_is_one_line() -> None:
 def test_the_page_says_what_was_asked_for() -> None:
     text = plain(plan_lines(spmd(), None, all_rows=False))
     assert "hints   obeyed: split() in head\n" in text
-    assert "hints   without effect: norms: split() has no effect: no dim" in text
+    assert "hints   without effect: norms: split() has no effect: it covers" in text
     assert "marked TaskGraphs" not in text
     assert "whole   tokens[1] (129): slice needs it whole" in text
     assert "whole   embed.table (524 MB): dim 0 does not divide" in text

@@ -69,7 +69,7 @@ def test_what_fits_no_other_way_is_sharded() -> None:
 
 def test_what_does_not_fit_at_all_is_said() -> None:
     found = one(**LARGE, device="T4", remat="", zero_stage="1")
-    assert found.notes[-1] == "remat full (nothing fits; it takes least memory)"
+    assert found.notes[-1] == "remat full (nothing fits; it needs least memory)"
 
 
 def test_a_rack_behind_one_switch_is_a_node() -> None:

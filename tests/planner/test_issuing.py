@@ -78,5 +78,5 @@ def test_hand_overs_stand_where_both_sides_have_time() -> None:
 def test_hand_overs_in_a_circle_are_seen() -> None:
     table = schedule("gpipe", 2, 1)
     seconds: dict[Action, list[float]] = {"forward": [1.0, 1.0], "backward": [1.0, 1.0]}
-    with pytest.raises(ValueError, match="circle"):
+    with pytest.raises(ValueError, match="cycle"):
         issue_order(table, [(0, 1), (1, 0)], [], seconds)

@@ -55,7 +55,7 @@ def test_partners_get_the_fast_links() -> None:
     assert pairs == {frozenset((0, 2)), frozenset((1, 3))}
     best = min(seconds(plan, order) for order in permutations(range(4)))
     assert seconds(plan, plan.device_order) == pytest.approx(best)
-    assert any("devices are taken in the order" in note for note in plan.notes)
+    assert any("devices are ordered as" in note for note in plan.notes)
     assert Plan.from_document(plan.document()) == plan
     assert plan.hash != dataclasses.replace(plan, device_order=()).hash
 

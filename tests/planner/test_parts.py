@@ -101,8 +101,9 @@ def test_marks_cut_and_what_they_leave_follows() -> None:
 def test_values_that_flow_backwards_name_both_lines() -> None:
     with pytest.raises(PlanError) as caught:
         divided_by_marks(chain(), [None, 1, 0, None, 1, None])
-    assert "model.py:2 in stage 0 reads what model.py:1 makes in stage 1" in str(
-        caught.value
+    assert (
+        "model.py:2 in stage 0 reads a value that model.py:1 makes in stage 1"
+        in str(caught.value)
     )
 
 

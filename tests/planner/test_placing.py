@@ -78,5 +78,5 @@ def test_measured_seconds_take_the_place_of_a_speed() -> None:
     found = place(layers, [one, other], in_flight=(2, 1))
     assert found.order == (1, 0)
     assert found.cut.counts == (2, 2)
-    with pytest.raises(PlanError, match="seconds of 2 layers, and there are 4"):
+    with pytest.raises(PlanError, match="seconds of 2 layers, but there are 4"):
         place(layers, [replace(one, seconds=(1.0, 1.0)), other], in_flight=(2, 1))

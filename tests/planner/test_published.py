@@ -342,7 +342,7 @@ def test_a_mixed_pipeline_stands_in_the_notes() -> None:
     assert found.unlike[1].replicas[0].tensor == 1
     assert (found.stages, found.data) == (2, 2)
     wrong = read_row({**ROW, "notes": text.replace("7|3", "7|2")})
-    assert "expected one number a stage and 8 + 2 in all" in wrong.notes[0]
+    assert "expected one number per stage and 8 + 2 in total" in wrong.notes[0]
 
 
 def test_devices_of_several_kinds_are_priced_as_the_slowest() -> None:
@@ -381,7 +381,7 @@ def test_flops_follow_the_convention_of_the_framework() -> None:
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,x,1,1,1,T4\n",
-            "line 2, column hidden: 'x' is no number",
+            "line 2, column hidden: 'x' is not a number",
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,64,-1,1,1,T4\n",
@@ -393,7 +393,7 @@ def test_flops_follow_the_convention_of_the_framework() -> None:
         ),
         (
             "layers,layers,hidden,seq,global_batch,num_devices,device\n",
-            "the column 'layers' stands twice",
+            "the column 'layers' occurs twice",
         ),
     ],
 )
@@ -593,9 +593,9 @@ def test_unlike_stages_have_the_devices_that_they_name() -> None:
     assert (found.run.num_devices, found.run.chunks) == (3, 1)
     assert "num_devices 3 (of the stages; the row says 2)" in found.notes
     vpp = note(notes=UNLIKE, vpp="2")
-    assert "vpp 1 (the row says 2; unlike stages have one part)" in vpp
+    assert "vpp 1 (the row says 2; mixed stages have one part)" in vpp
     wrong = read_row({**ROW, "notes": UNLIKE.replace("TP1", "TP0")})
-    assert wrong.run is None and "'T4xTP0' is no KINDxTPn" in wrong.notes[0]
+    assert wrong.run is None and "'T4xTP0' is not KINDxTPn" in wrong.notes[0]
     unknown = note(notes=UNLIKE.replace("T4", "Foo9"))
     assert "device 'Foo9' is unknown: as a100-80" in unknown
 

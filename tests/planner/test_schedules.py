@@ -129,8 +129,8 @@ def test_lockstep_gpipe_goes_back_as_it_came() -> None:
     [
         (("1f1c", 2, 3), "schedule is '1f1c'; expected one of gpipe, 1f1b, 1f1b-ah"),
         (("gpipe", 0, 3), "num_stages is 0; expected 1 or more"),
-        (("gpipe", 2, 3, 2), "num_chunks is 2; gpipe has 1 for each stage"),
-        (("zb-h1", 2, 3, 2), "num_chunks is 2; zb-h1 has 1 for each stage"),
+        (("gpipe", 2, 3, 2), "num_chunks is 2; gpipe has 1 on each stage"),
+        (("zb-h1", 2, 3, 2), "num_chunks is 2; zb-h1 has 1 on each stage"),
         (("interleaved", 4, 6, 2), "in rounds of 4, one for each stage. Use 4 or 8"),
     ],
 )

@@ -245,8 +245,8 @@ def test_times_of_a_backward_that_is_not_split() -> None:
         "times of 1f1b: 2 problems\n"
         "  1. backward_seconds has 1 entries; expected 2: 1 chunks on each of 2 "
         "stages\n"
-        "  2. weight_seconds is given; 1f1b does not split the backward. Add it to "
-        "backward_seconds, or take the schedule zb-h1"
+        "  2. weight_seconds is given, but 1f1b does not split the backward pass. Add "
+        "it to backward_seconds, or choose the schedule zb-h1"
     )
 
 
@@ -255,6 +255,6 @@ def test_times_of_a_split_backward_are_all_needed() -> None:
     with pytest.raises(PlanError) as caught:
         compiled(schedule("zb-h1", 2, 2)).step_seconds(one, one, np.zeros(1))
     assert (
-        "weight_seconds is missing; zb-h1 splits the backward. Give the seconds of the "
-        "gradient of the parameters at each of 2 places" in str(caught.value)
-    )
+        "weight_seconds is missing; zb-h1 splits the backward pass. Give the seconds "
+        "of the gradients of parameters on each of 2 virtual stages"
+    ) in str(caught.value)

@@ -156,9 +156,9 @@ def test_a_layer_that_fits_nowhere() -> None:
     with pytest.raises(PlanError) as caught:
         cut(layers, [Stage(memory_bytes=20.0), Stage(memory_bytes=40.0)])
     assert str(caught.value) == (
-        "no cut into stages fits the memory: 1 problem\n"
-        "  1. layer 1 fits no stage: it lacks 10 bytes on the roomiest. Split it over "
-        "more devices, or checkpoint its activations"
+        "no cut into stages fits in memory: 1 problem\n"
+        "  1. layer 1 fits in no stage: it lacks 10 bytes on the one with most room. "
+        "Shard it over more devices, or checkpoint its activations"
     )
 
 

@@ -150,11 +150,13 @@ def test_pins_and_groups_are_obeyed() -> None:
     assert {t.name for t in found.beside.tables} == {"c", "d"}
     found = placed(tables, in_processes=["c"], pins={"a": 3})
     assert {s.rank for s in found.beside.shards_of("a")} == {3}
-    with pytest.raises(PlanError, match="in_processes only a; leave one"):
+    with pytest.raises(PlanError, match="in_processes has only a; leave one"):
         placed(tables, in_processes=["a"], together=[("a", "b")])
-    with pytest.raises(PlanError, match="'e' is no table; the tables are a, b, c, d"):
+    with pytest.raises(
+        PlanError, match="'e' is not a table; the tables are a, b, c, d"
+    ):
         placed(tables, in_processes=["e"])
-    with pytest.raises(PlanError, match="leaves b, c, d beside the dense part, which"):
+    with pytest.raises(PlanError, match="leaves b, c, d on the devices of the dense"):
         placed(tables, None, in_processes=["a"])
     assert placed(tables, None).beside is None
 
@@ -163,7 +165,7 @@ def test_a_cost_says_who_chose_the_section() -> None:
     (cost,) = costs_of([(2e-3, 1e-3, 4e-3)])
     assert str(cost) == (
         "beside the dense part, which fits and makes the shorter step: in one process "
-        "a step takes 2 ms of it and its messages 1 ms, on the devices of the dense "
+        "a step takes 2 ms for it, and its messages 1 ms, on the devices of the dense "
         "part 4 ms"
     )
     fixed = dataclasses.replace(cost, is_fixed=True, in_processes=True)

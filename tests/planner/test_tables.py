@@ -167,8 +167,8 @@ def test_rows_that_cannot_be_read_say_why_and_count(
     assert rows[4]["hidden"] == "wide"
     assert rows[4]["predicted_step_time_s"] == rows[5]["fits"] == ""
     assert rows[4]["note"] == (
-        "not read: column hidden: 'wide' is no number; expected a whole number of at "
-        "least 1"
+        "not read: column hidden: 'wide' is not a number; expected a whole number of "
+        "at least 1"
     )
     assert rows[5]["note"] == "not read: 3 cells, the header has 13"
     assert rows[:4] == estimated(tmp_path)
@@ -181,7 +181,7 @@ def test_a_strict_table_is_refused_with_every_row(
     source.write_text(f"{TABLE}nemo,gpt,8,wide,16,2048,64,H100,8,2,1,,\nnemo\n")
     assert main(["estimate", str(source), "-o", str(target), "--strict"]) == 2
     said = capsys.readouterr().err
-    assert "line 6, column hidden: 'wide' is no number" in said
+    assert "line 6, column hidden: 'wide' is not a number" in said
     assert "line 7: 1 cells, the header has 13" in said
     assert not target.exists()
 
@@ -195,7 +195,7 @@ def test_a_strict_table_is_refused_with_every_row(
         (
             "loss_chunks",
             "auto",
-            "'auto' is no number; expected a whole number of at least 1",
+            "'auto' is not a number; expected a whole number of at least 1",
         ),
         ("loss_chunks", "-4", "-4; expected a whole number of at least 1"),
     ],
@@ -260,17 +260,17 @@ def test_a_pipeline_of_more_stages_than_can_be_simulated(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"\xff", "is no text in UTF-8"),
+        (b"\xff", "is not text in UTF-8"),
         (b"a,a\n", "line 1: no column layers"),
         (b"k" * 20_000, "line 1: no column layers"),
         (HEADER.encode() + b"\n" + b"x" * 200_000, "field larger than"),
         (
             f"{HEADER}\nnemo,gpt,{'y' * 3000},1,1,1,1,H100,8,2,1,,\n".encode(),
-            "(3002 characters) is no number",
+            "(3002 characters) is not a number",
         ),
         (
             f"{HEADER}\nnemo,gpt,\x1b[31m,1,1,1,1,H100,8,2,1,,\n".encode(),
-            "'\\x1b[31m' is no number",
+            "'\\x1b[31m' is not a number",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_count_outside_the_pipeline_is_that_of_all_stages() -> None:
 def test_a_count_outside_the_pipeline_that_its_stages_do_not_make() -> None:
     assert refused(around(4, 1, 1), 8) == (
         "the marks do not fit the devices: 1 problem\n"
-        "  1. replicate(devices=4) stands around 2 stages, and one copy of the model "
+        "  1. replicate(devices=4) is around 2 stages, but one copy of the model "
         "takes 2 devices (around them: 4, s0: 1, s1: 1). Give it 2, or leave devices= "
         "out in one of the two"
     )
@@ -90,12 +90,12 @@ def test_how_many_copies_there_are_at_least(
         (
             [region(1, mark("replicate", 4), mark("pipeline"))],
             3,
-            ("holds 3 stages", "Use devices=3 or a multiple of it"),
+            ("is around 3 stages", "Use devices=3 or a multiple of it"),
         ),
         (
             [region(1, mark("pipeline"), mark("split", 8))],
             2,
-            ("ask for 16 devices (region1: 8, in each of 2 stages); there are 12",),
+            ("ask for 16 devices (region1: 8, in each of 2 stages), but there are 12",),
         ),
         (
             [region(1, mark("replicate", 6), mark("pipeline"), mark("split", 2))],
@@ -135,8 +135,8 @@ def refused(graphs: list[TaskGraph], num_devices: int) -> str:
 def test_more_devices_than_there_are() -> None:
     assert refused([region(1, mark("split", 16), name="split")], 8) == (
         "the marks do not fit the devices: 1 problem\n"
-        "  1. the marks ask for 16 devices (split: 16); there are 8. Lower the counts, "
-        "or leave devices= out to use all"
+        "  1. the marks ask for 16 devices (split: 16), but there are 8. Lower the "
+        "counts, or leave devices= out to use all"
     )
 
 

@@ -508,20 +508,20 @@ def test_several_problems_are_told_at_once() -> None:
     assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
     text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})
     assert "shares is [3, 1]" in text and "Adasum knows no weights" in text
-    assert 'zero is 2, and with combine "adasum" each rank has all of its' in text
+    assert 'zero is 2, but with combine "adasum" each rank has its full' in text
     text = _refusal(
         combine="adasum_updates", zero=1, offload="optimizer", optimizer=optax.adam(0.1)
     )
     assert "offload is optimizer" in text
-    assert "expected 0. Give that, or shard over the mesh axis fsdp" in text
+    assert "expected 0. Give 0, or shard over the mesh axis fsdp" in text
 
 
 def test_parameters_without_gradient_are_named() -> None:
     model = {**_model(), "unread": jnp.ones((3,))}
     assert (
         "1 of 5 trained parameters have no gradient, because the loss does not read "
-        "them: unread. There is nothing of them to combine; leave them out of "
-        "trainable="
+        "them: unread. They cannot be combined; leave them out of trainable="
+        ""
     ) in _refusal(model=model)
 
 
@@ -532,7 +532,7 @@ def test_unknown_ways_stages_and_lone_nodes_are_refused() -> None:
     with pytest.raises(wh.WhaleError, match="combine is 'sum'; expected one of"):
         dataclasses.replace(_plan(), combine="sum")
     text = _refusal(combine="adasum_nodes")
-    assert "all 4 devices are on one node" in text and 'Take "adasum"' in text
+    assert "all 4 devices are on one node" in text and 'Choose "adasum"' in text
 
 
 def test_statistics_of_the_global_batch_are_none_of_a_rank() -> None:
@@ -581,7 +581,7 @@ def test_files_hold_the_way_where_it_is_not_the_mean() -> None:
     with pytest.raises(wh.WhaleError) as error:
         wh.Plan.from_document(alone)
     assert "combine is adasum; data has 1 rank" in str(error.value)
-    assert "expected no zero 2 beside it" in str(error.value)
+    assert "it cannot be combined with zero 2" in str(error.value)
 
 
 @pytest.mark.parametrize("combine", ["adasum", "adasum_updates"])

@@ -242,7 +242,7 @@ def test_blocks_that_do_not_divide_the_layers_are_refused() -> None:
     with pytest.raises(wh.WhaleError) as caught:
         wh.plan(loss_of(net), model, batch_of(), cluster="cpu:8", combine="adasum")
     assert (
-        "1 of 2 trained parameters are taken in blocks that do not divide them into "
-        "layers: w [6, 8, 8]. Adasum combines each layer by itself: take single "
-        "layers, or equal blocks that are all layers together; or leave combine out"
+        "1 of 2 trained parameters are read in blocks that are not single layers: "
+        "w [6, 8, 8]. Adasum combines each layer by itself. Read single "
+        "layers, or equal blocks that together are all layers; or leave combine out"
     ) in str(caught.value)

@@ -83,7 +83,7 @@ def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
     ):
         before = state
         state, _ = other(state, x)
-        with pytest.raises(wh.WhaleError, match="consumed by a step"):
+        with pytest.raises(wh.WhaleError, match="donated to a step"):
             step.eval(before, X)
     assert int(state.step) == 4
     state, metrics = step(state, X)

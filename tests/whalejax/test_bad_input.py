@@ -147,7 +147,8 @@ def test_a_dimension_of_which_the_axis_divides_only_the_whole() -> None:
 def test_more_devices_than_there_are() -> None:
     assert refused(hybrid(wh.split(devices=16))) == (
         "the marks cannot be obeyed: 1 problem\n"
-        "  1. the marks ask for 16 devices (split: 16); there are 8. Lower the counts, "
+        "  1. the marks ask for 16 devices (split: 16), but there are 8. Lower the "
+        "counts, "
         "or leave devices= out to use all"
     )
 
@@ -187,7 +188,8 @@ def test_a_mesh_with_experts_that_the_model_has_not() -> None:
     assert refused(mesh={"expert": 8}) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. no dimension for an expert axis; mesh= fixes expert 8. No product of "
-        "values with weights has a batch dimension, as an einsum over experts has: "
+        "activations with weights has a batch dimension, such as an einsum over "
+        "experts has: "
         "leave expert out"
     )
 
@@ -198,7 +200,7 @@ def test_a_mesh_with_experts_that_the_model_has_not() -> None:
 def test_a_batch_smaller_than_the_data_axis() -> None:
     assert refused(batch=batch(4), mesh={"data": 8}) == (
         "no layout of 8 devices serves this model: 1 problem\n"
-        "  1. the global batch has 4 samples; at least 8 devices would share them, and "
+        "  1. the global batch has 4 samples; at least 8 devices would share them, but "
         "8 does not divide 4. Use a batch of 8, or another mesh="
     )
 
@@ -207,7 +209,7 @@ def test_a_batch_that_the_marks_cannot_share() -> None:
     assert refused(hybrid(), batch=batch(12)) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. the global batch has 12 samples; at least 8 devices would share them, "
-        "and 8 does not divide 12. Use a batch of 16 or 8, or 6 devices"
+        "but 8 does not divide 12. Use a batch of 16 or 8, or 6 devices"
     )
 
 
@@ -216,7 +218,7 @@ def test_micro_batches_smaller_than_the_data_axis() -> None:
     assert text == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. the global batch has 24 samples, 6 in each of 4 micro-batches; at least "
-        "8 devices would share them, and 8 does not divide 6. Use a batch of 32, or 6 "
+        "8 devices would share them, but 8 does not divide 6. Use a batch of 32, or 6 "
         "devices, or fewer micro-batches"
     )
 
@@ -263,8 +265,8 @@ def test_an_annotation_that_is_never_reached() -> None:
 
     assert refused(loss) == (
         "the marks cannot be obeyed: 2 problems\n"
-        "  1. the mark split(devices=2) covers no operation of the loss: nothing "
-        "inside it was reached while tracing. Remove it or move it around what it "
+        "  1. the mark split(devices=2) covers no operation of the loss: tracing "
+        "reached nothing inside it. Remove it or move it around what it "
         "should cover\n"
         "  2. one model replica takes 3 devices (replicate: 3), which does not divide "
         "8. Counts that do: 1, 2, 4, 8"
@@ -292,7 +294,7 @@ def test_splits_of_different_widths() -> None:
         with wh.split(devices=4):
             return losses(p, hidden)
 
-    assert "(split over 2, split.2 over 4); all of them share one mesh" in refused(loss)
+    assert "(split over 2, split.2 over 4), but they share one mesh" in refused(loss)
 
 
 # The loss.
@@ -342,7 +344,7 @@ def test_metadata_against_a_mark() -> None:
     text = refused(named_loss(wh.replicate()), named(None, "tensor"))
     assert text == (
         "the hints cannot be obeyed: 1 problem\n"
-        "  1. up.kernel dim 1: its metadata shards it over tensor, and replicate "
+        "  1. up.kernel dim 1: its metadata shards it over tensor, but replicate "
         "replicates it. Drop one of the two hints"
     )
 
@@ -352,8 +354,8 @@ def test_metadata_against_the_dimension_of_a_mark() -> None:
     assert text == (
         "the hints cannot be obeyed: 1 problem\n"
         "  1. split: split(axis='up.kernel.0'), and up.kernel dim 1: its metadata "
-        "shards it over tensor: both stand in one operation, which one axis can shard "
-        "along one of them. Drop one of the two"
+        "shards it over tensor: both are in one operation, along one of which an axis "
+        "can shard it. Drop one of the two"
     )
 
 
@@ -361,8 +363,8 @@ def test_two_dimensions_on_one_axis() -> None:
     text = refused(named_loss(wh.split()), named("tensor", "tensor"))
     assert text == (
         "the hints cannot be obeyed: 1 problem\n"
-        "  1. up.kernel: its metadata puts axis tensor on dim 0 (24) and dim 1 (48); "
-        "one axis can shard one dimension of a tensor. Keep one of them"
+        "  1. up.kernel: its metadata puts the axis tensor on dim 0 (24) and dim 1 "
+        "(48), but one axis can shard only one dimension of a tensor. Keep one of them"
     )
 
 
@@ -395,7 +397,8 @@ def test_a_mesh_axis_that_shards_no_weights() -> None:
     assert text == (
         "the hints cannot be obeyed: 2 problems\n"
         "  1. up.kernel dim 0: its metadata shards it over data, which shards the "
-        "batch and, by ZeRO, optimizer state. To store it in shards, map that name: "
+        "batch and, with ZeRO, optimizer state. To store the weight in shards, map "
+        "that name: "
         "axis_names={'data': 'fsdp'}\n"
         "  2. up.kernel dim 1: its metadata shards it over context, which shards the "
         "sequence of activations. Drop that name"

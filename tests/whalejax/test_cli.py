@@ -644,7 +644,7 @@ def test_plans_take_options_by_task_graph(here: Path, capsys: Captured) -> None:
         (["=bf16"], "'=bf16' names no TaskGraph"),
         (["*=bf16", "*=f32"], "* is given twice"),
         (["half"], "precision is 'half'; expected one of f32, bf16, f16"),
-        (["*=half"], "'half' is no precision; expected one of f32, bf16, f16"),
+        (["*=half"], "'half' is not a precision; expected one of f32, bf16, f16"),
         (["head=bf16"], "no TaskGraph 'head'; expected some of default, replicate"),
     ],
 )

@@ -29,7 +29,7 @@ def test_devices_are_placed_by_their_links(tmp_path: Path) -> None:
     assert [d.id for d in grid.flat] == [0, 1, 3, 2]
     assert outcome.error <= equality.FLOAT64_TOLERANCE
     assert outcome.compilations == 1
-    assert "devices are taken in the order" in str(plan)
+    assert "devices are ordered as" in str(plan)
     again = wh.Plan.from_document(plan.document())
     mesh = again.mesh(jax.devices()[:4])
     assert np.array_equal(mesh.devices, grid)

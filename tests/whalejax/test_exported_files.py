@@ -381,7 +381,7 @@ def test_skypilot_names_slices() -> None:
     plan = tpu_plan("v5p:2x2x4")
     document = yaml.safe_load(plan.export("skypilot"))
     assert document["resources"]["accelerators"] == "tpu-v5p-32:1"
-    with pytest.raises(wh.PlanError, match="has one TPU slice, and this plan has 2"):
+    with pytest.raises(wh.PlanError, match="has one TPU slice, but this plan has 2"):
         tpu_plan().export("skypilot")
 
 
@@ -417,7 +417,7 @@ def test_a_search_exports_every_cluster(monkeypatch: pytest.MonkeyPatch) -> None
         (rules_plan, "jobset", {}, "image is missing"),
         (rules_plan, "maxtext", {"image": "x"}, "maxtext has none"),
         (rules_plan, "jobset", {"image": "x", "name": "My_Job"}, "name is 'My_Job'"),
-        (mixture_plan, "haliax", {}, "experts of this plan are sharded otherwise"),
+        (mixture_plan, "haliax", {}, "experts of this plan are sharded differently"),
         (mixture_plan, "levanter", {}, "Levanter has one mapping for both"),
     ],
 )

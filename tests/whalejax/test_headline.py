@@ -255,7 +255,7 @@ def test_a_file_of_before_says_what_lacks(tmp_path: Any) -> None:
     plan.save(tmp_path / "old.json")
     old = wh.Plan.load(tmp_path / "old.json")
     assert old.work is None and "speed" not in str(old)
-    with pytest.raises(wh.PlanError, match="does not say what work its model is"):
+    with pytest.raises(wh.PlanError, match="lacks the work of its model"):
         old.throughput()
     new = planned("mlp")
     new.save(tmp_path / "new.json")

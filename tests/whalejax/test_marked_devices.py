@@ -153,9 +153,9 @@ def test_one_copy_of_a_model_without_stages(*, runnable: bool) -> None:
     with pytest.raises(wh.WhaleError) as caught:
         plan(loss, mesh={"tensor": 4}, runnable=runnable)
     assert str(caught.value) == (
-        "devices= of the marks gives one copy of the model 2 of 8 devices, so data × "
-        "fsdp × context is a multiple of 4; with tensor 4 it is not. Change one of the "
-        "two"
+        "the marks' devices= put one copy of the model on 2 of 8 devices, so data × "
+        "fsdp × context must be a multiple of 4, but with tensor 4 it is not. Change "
+        "the marks or mesh="
     )
 
 
@@ -170,20 +170,24 @@ def test_one_copy_of_a_model_without_stages(*, runnable: bool) -> None:
         (
             found_stages(4),
             {"mesh": {"stage": 2, "tensor": 4}},
-            "gives one copy of the model 4 of 8 devices",
+            "put one copy of the model on 4 of 8 devices",
         ),
         (
             found_stages(3),
             {"cluster": "h100:6"},
-            "which do not divide into 2 stages. Use devices=2 or a multiple of it",
+            "devices do not divide into 2 stages. Use devices=2 or a multiple of it",
         ),
         (
             two_stages(each=2),
             {"shares": [1, 1, 1, 1]},
             "shares makes 4 pipelines of 2 devices each: the marks cannot be obeyed",
         ),
-        (two_stages(around=2, each=2), {}, "stands around 2 stages, and one copy"),
-        (two_stages(each=1), {"mesh": {"tensor": 4}}, "one copy of the model 2 of 8"),
+        (two_stages(around=2, each=2), {}, "is around 2 stages, but one copy"),
+        (
+            two_stages(each=1),
+            {"mesh": {"tensor": 4}},
+            "one copy of the model on 2 of 8",
+        ),
     ],
 )
 def test_devices_that_contradict_each_other(

@@ -119,8 +119,8 @@ def test_who_lacks_memory_whatever_its_share_is_named() -> None:
     with pytest.raises(wh.PlanError) as caught:
         twofold(65_536, 8192, 64, shares=[5, 3], margin=0)
     said = str(caught.value)
-    assert "P100-16 needs 17.2 GB before it takes a micro-batch" in said
-    assert "lacks 3.67 MB (" in said and "cut the model into stages" in said
+    assert "P100-16 needs 17.2 GB without any micro-batch" in said
+    assert "lacks 3.67 MB (" in said and "divide the model into stages" in said
 
 
 @pytest.mark.relaxed_promotion

@@ -327,7 +327,10 @@ def test_measured_times_decide_where_all_kinds_have_them() -> None:
     after = planned(timed({"v100-32": 8.0, "p100-16": 1.0}))
     assert counts(after)["V100-32"] < counts(after)["P100-16"]
     assert after.time.step_seconds > before.time.step_seconds
-    assert any("stages: by this model's own samples" in n for n in after.notes)
+    assert any(
+        "stages: by measured times of this model's own samples" in n
+        for n in after.notes
+    )
     some = planned(timed({"v100-32": 8.0}))
     assert counts(some) == counts(before)
     assert any("was not timed on P100-16" in n for n in some.notes)
@@ -371,13 +374,13 @@ def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
             "v100-32:1+p100-16:3",
             {"stage": 2, "fsdp": 2},
             None,
-            r"devices 0 to 1, which one stage would lie on, are .*every kind has whole",
+            r"one stage would have devices 0 to 1, which are .*of every kind into full",
         ),
         (
             TWO,
             {"stage": 2},
             "interleaved",
-            "stages on devices of unlike kinds have one",
+            "stages on devices of several kinds have one",
         ),
     ],
 )
@@ -396,7 +399,7 @@ def test_what_cannot_be_is_said(
 
 
 def test_shares_are_those_of_whole_pipelines() -> None:
-    words = "2 devices make no 2 pipelines of 2 equal stages"
+    words = "2 devices do not divide into 2 pipelines of 2 equal stages"
     with pytest.raises(wh.WhaleError, match=words):
         planned(TWO, shares=[3, 1])
     job = job_of()

@@ -510,14 +510,18 @@ def plain(model: Any, x: Any) -> Any:
         (
             marks_in_a_loop,
             {},
-            ("test_mpmd.py:", "the marks of stage 0, 1", "put marks around it"),
+            ("test_mpmd.py:", "has marks of stage 0, 1", "put marks around it"),
         ),
-        (a_mark_in_a_loop, {}, ("the marks of stage 1 and what no stage does",)),
+        (a_mark_in_a_loop, {}, ("has marks of stage 1 and operations of no stage",)),
         (nested_marks, {}, ("is inside stage", "not allowed")),
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
         (plain, {"mesh": {"stage": 2}, "num_micro_batches": 5}, ("5 micro-batches",)),
-        (in_five_parts, {}, ("asks for 5 micro-batches", "do not divide. Use a batch")),
+        (
+            in_five_parts,
+            {},
+            ("asks for 5 micro-batches", "do not divide by 5. Use a batch"),
+        ),
         (plain, {"mesh": {"stage": 2}, "offload": "optimizer"}, ("host memory",)),
         (
             plain,

@@ -284,7 +284,7 @@ def test_nothing_is_asked_for_by_name(offload: Any) -> None:
     ("offload", "message"),
     [
         ("disk", "'disk' is none of optimizer, activations, params"),
-        (["none", "params"], "'none' is none of .*; 'none', alone, is nothing"),
+        (["none", "params"], "'none' is none of .*; 'none' must be alone"),
         (False, r"offload is False; expected some of optimizer"),
     ],
 )

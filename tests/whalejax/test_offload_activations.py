@@ -253,7 +253,7 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat": "none"}, 'remat="none" has none computed again. Take remat= one of'),
+        ({"remat": "none"}, 'remat="none" recomputes no layers. Take remat= one of'),
         ({"offload": ["activations", "disk"]}, "'disk' is none of optimizer, activ"),
     ],
 )

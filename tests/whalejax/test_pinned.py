@@ -341,8 +341,8 @@ def test_what_is_no_layer_cannot_be_named_for_the_stages() -> None:
             {nnx.PARTITION_NAME: None}, axis_names={"fsdp": "stage", "tensor": "fsdp"}
         )
     assert (
-        "layers.up dim 1: its metadata shards it over stage, over which only layers "
-        "are divided: the first dimension of parameters that a scan slices. Drop "
+        "layers.up dim 1: its metadata shards it over stage, which divides only "
+        "layers, the first dimension of parameters that a scan slices. Drop "
         "that name there"
     ) in str(caught.value)
 

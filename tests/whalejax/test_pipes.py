@@ -195,10 +195,13 @@ def test_other_shares_compile_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shares": (3, 1, 2)}, "4 devices make no 3 pipelines of 2 equal stages"),
+        (
+            {"shares": (3, 1, 2)},
+            "4 devices do not divide into 3 pipelines of 2 equal stages",
+        ),
         ({"shares": (3, 1), "mesh": {"stage": 2, "data": 1}}, "mesh asks for data 1"),
         ({"shares": (3, 2)}, "add up to 5 micro-batches; the batch has 32 samples"),
-        ({"shares": (3, 1), "zero": 1}, "zero is 1: pipelines that take unlike shares"),
+        ({"shares": (3, 1), "zero": 1}, "zero is 1: pipelines with unequal shares"),
     ],
 )
 def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:

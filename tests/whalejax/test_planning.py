@@ -486,8 +486,8 @@ def test_why_no_fewer_devices_serve_is_said_of_those_that_could() -> None:
         return jnp.tanh(x @ model["a"] @ model["b"]).mean()
 
     for loss, mesh, text in (
-        (plain, {"data": 3}, "at least 3 devices would share them, and 3 does not"),
-        (staged, None, "at least 3 devices would share them, and 3 does not divide 8"),
+        (plain, {"data": 3}, "at least 3 devices would share them, but 3 does not"),
+        (staged, None, "at least 3 devices would share them, but 3 does not divide 8"),
     ):
         options: Any = {"optimizer": optax.sgd(0.1), "cluster": "h100:8", "mesh": mesh}
         with pytest.raises(wh.WhaleError) as caught:

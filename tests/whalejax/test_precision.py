@@ -596,7 +596,7 @@ def test_where_it_has_no_effect_is_said() -> None:
     [
         ("half", "precision is 'half'; expected one of f32, bf16, f16"),
         ({"head": "bf16"}, "TaskGraph 'head'; expected some of default, replicate"),
-        ({"*": "fp8"}, "'fp8' is no precision; expected one of f32, bf16, f16"),
+        ({"*": "fp8"}, "'fp8' is not a precision; expected one of f32, bf16, f16"),
         ({"default": ["f16"]}, r"precision is {'default': \['f16'\]}; expected one"),
         ({"experts": "f16"}, "there is no TaskGraph 'experts'"),
         (16, "precision is 16; expected one of f32, bf16, f16, or one for each"),

@@ -303,8 +303,11 @@ def test_a_plan_remembers_the_names_that_are_kept(tmp_path: Any, names: str) -> 
     ("remat", "message"),
     [
         ("some", "remat is 'some'; expected one of none, dots, named, full"),
-        ({"*": "some"}, "'some' is no policy; expected one of none, dots, named, full"),
-        ("named", "it names nothing: put jax.ad_checkpoint.checkpoint_name"),
+        (
+            {"*": "some"},
+            "'some' is not a policy; expected one of none, dots, named, full",
+        ),
+        ("named", "it names none: put jax.ad_checkpoint.checkpoint_name"),
         ({"head": "full"}, "there is no TaskGraph 'head'; expected some of default"),
         (3, "remat is 3; expected a word such as 'full', one for each"),
         ("named:", "'named:' lists no name"),
@@ -360,7 +363,7 @@ def test_a_loss_of_parameters_alone(loss: Any) -> None:
 
 
 def test_a_name_that_the_model_does_not_give() -> None:
-    with pytest.raises(wh.WhaleError, match="no value the name .mid.; it names up"):
+    with pytest.raises(wh.WhaleError, match="no value .mid.; it has the names up"):
         wh.plan(unrolled, nets(), batches(), cluster="h100:8", remat="named:up,mid")
 
 

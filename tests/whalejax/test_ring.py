@@ -181,8 +181,8 @@ def test_asked_for_where_there_is_none_it_is_refused() -> None:
 def test_asked_for_where_it_does_not_stand_its_place_is_named() -> None:
     with pytest.raises(wh.PlanError) as error:
         asked("gpt-test", attention={"split": "ring"}, model={})
-    assert "asked for in split, where no attention can run" in str(error.value)
-    assert "stands in replicate: name that, or '*' for all" in str(error.value)
+    assert "requested for split, where no attention can run" in str(error.value)
+    assert "replicate has some that can: name that, or '*' for all" in str(error.value)
 
 
 @pytest.mark.parametrize(

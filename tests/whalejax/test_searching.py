@@ -226,8 +226,8 @@ def test_one_number_of_micro_batches_that_means_several_sizes() -> None:
     assert note == (
         "num_micro_batches=16 is not the same everywhere: a device does the work "
         "of 8 samples at a time on v100-32:4 and p100-16:4, 32 on "
-        "v100-32:4+p100-16:4. Leave it out, or give each cluster a number of its own, "
-        "to compare step times"
+        "v100-32:4+p100-16:4. To compare step times, leave it out, or give each "
+        "cluster its own number"
     )
     assert found.document()["notes"] == [note]
     assert " ".join(str(found).split()).endswith(f"note {note}")

@@ -124,11 +124,11 @@ def test_the_planner_takes_it_where_it_is_faster() -> None:
     ("name", "options", "message"),
     [
         ("mlp-test", {}, "the model has no sequence: no dimension"),
-        ("gpt-test", {"mesh": {"data": 8}}, "mesh= leaves tensor 1"),
+        ("gpt-test", {"mesh": {"data": 8}}, "mesh= sets tensor to 1"),
         pytest.param(
             "gpt-test",
             {"mesh": {"tensor": 1}},
-            "mesh= leaves tensor 1",
+            "mesh= sets tensor to 1",
             marks=pytest.mark.full,
         ),
         (

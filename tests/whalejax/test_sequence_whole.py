@@ -182,8 +182,8 @@ def assert_equal_after_two_steps(loss: Loss, **options: Any) -> wh.Plan:
 def test_the_sequence_is_sharded_around_what_needs_it_whole(loss: Loss) -> None:
     plan = assert_equal_after_two_steps(loss, **CONTEXT)
     assert plan.axis_sizes["context"] == 2
-    (note,) = {n for n in plan.notes if "is needed whole by" in n}
-    assert "what they give is sharded after" in note
+    (note,) = {n for n in plan.notes if "is needed unsharded by" in n}
+    assert "and their results sharded" in note
 
 
 def padding_mask(params: Any, tokens: Array) -> Array:

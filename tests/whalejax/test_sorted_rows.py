@@ -399,7 +399,7 @@ def test_axes_that_sorted_rows_cannot_share_are_refused_in_words(
     with pytest.raises(wh.WhaleError) as refused:
         _step(_loss(), {axis: 2})
     said = str(refused.value)
-    assert "Rows sorted by expert (jax.lax.ragged_dot)" in said
+    assert "Rows that are sorted by expert (jax.lax.ragged_dot)" in said
     assert why in said and f"leave {axis} out" in said
 
 

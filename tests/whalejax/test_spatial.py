@@ -442,13 +442,15 @@ def one_net(net: Any, extent: int = 12) -> wh.Job:
 def test_extents_that_an_axis_does_not_divide() -> None:
     job = one_net(lambda p, x: pooled("max", convolved(x, p["k3"]), 2, 2, "VALID"))
     assert (
-        "depth 4: the extent is 12, and 6 divides it at every resolution of the model: "
-        "take depth of 1, 2, or pad the extent to 16"
+        "depth 4: the extent is 12, and the largest number that divides it at "
+        "every resolution of the model is 6: take depth of 1, 2, or pad the extent to "
+        "16"
     ) in refused(job, {"depth": 4})
     job = one_net(lambda p, x: convolved(x, p["k3"], padding="VALID"))
     assert (
-        "depth 4: the extent is 12, and 2 divides it at every resolution of the model: "
-        "take depth of 1, 2, or an extent whose every resolution 4 divides"
+        "depth 4: the extent is 12, and the largest number that divides it at "
+        "every resolution of the model is 2: take depth of 1, 2, or an extent whose "
+        "every resolution is divisible by 4"
     ) in refused(job, {"depth": 4})
 
 
@@ -494,7 +496,10 @@ def test_no_extent_is_named_where_windows_leave_something_over(
     job = tokens_job(image, kernel=kernel)
     text = refused(job, {"height": 2}, cluster="v5e:2x2")
     assert text.startswith("no layout of 4 devices serves this model: 1 problem")
-    assert "take height of 1, or an extent whose every resolution 2 divides" in text
+    assert (
+        "take height of 1, or an extent whose every resolution is divisible by 2"
+        in text
+    )
 
 
 def test_only_what_was_asked_for_is_said_not_to_divide() -> None:

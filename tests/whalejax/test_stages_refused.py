@@ -52,7 +52,7 @@ def test_a_stage_that_the_loss_does_not_need_is_named(loss: Loss, stage: int) ->
     with pytest.raises(wh.PlanError) as caught:
         planned(loss)
     said = str(caught.value)
-    assert "stages do nothing that the loss needs" in said
+    assert "the loss does not need some stages" in said
     assert f"stage {stage} of 2, marked at wh.pipeline[num_micro_batches=4]/" in said
     assert "read none of its results. Use one, or drop the mark" in said
 
@@ -165,7 +165,7 @@ def normed(p: Any, b: Any) -> Any:
         (
             staged,
             {"num_micro_batches": 8},
-            "asks for num_micro_batches 4, and num_micro_batches=8 for 8. Drop one of",
+            "asks for num_micro_batches 4, but num_micro_batches=8 for 8. Drop one of",
         ),
         (
             normed,

@@ -144,7 +144,7 @@ def test_columns_and_tables_together_are_requested_once(
     for name, rows in found.items():
         np.testing.assert_allclose(rows, tables[name], rtol=0, atol=2e-6)
     check_exchanges(step, step.init_from(make_net()), batches[0], SAMPLES)
-    assert "for each distinct row once" in step.plan.why("shop")
+    assert "a rank requests each distinct row" in step.plan.why("shop")
 
 
 def test_a_batch_with_more_distinct_rows_is_exchanged_by_sample() -> None:
@@ -160,7 +160,7 @@ def test_a_batch_with_more_distinct_rows_is_exchanged_by_sample() -> None:
 
 def test_the_plan_says_what_moves() -> None:
     plan = make_step(4, "sgd", WAYS[4]).plan
-    assert "a rank asks a shard for each distinct row once, at most" in str(plan)
+    assert "a rank requests each distinct row of a shard once, at most" in str(plan)
     assert "by sample" in plan.why("item") and "a rank exchanges at most" in str(plan)
     way = plan.placement.way_of("item")
     assert way.exchange_bytes < 0.8 * way.sample_bytes

@@ -76,7 +76,7 @@ def test_models_and_keys_outlive_the_next_step() -> None:
 
 def test_a_table_behind_a_cast_is_named() -> None:
     net = Net(nnx.Rngs(0), dtype=jnp.bfloat16)
-    with pytest.raises(wh.WhaleError, match="is cast as a whole before it is looked"):
+    with pytest.raises(wh.WhaleError, match="is cast in full before it is looked"):
         wh.plan_tables(
             loss_fn,
             net,

@@ -169,8 +169,8 @@ def columns(net: Any, batch: Any) -> jax.Array:
     ("loss", "reason"),
     [
         (tied, "table is also read by transpose, which needs all of it"),
-        (learnt_ids, "table is looked up by ids that do not follow from the batch"),
-        (columns, "table is not looked up by whole rows along its first dimension"),
+        (learnt_ids, "table is looked up by ids that do not depend on the batch"),
+        (columns, "table is not looked up by full rows along its first dimension"),
     ],
 )
 def test_what_is_no_table_says_why(loss: Any, reason: str) -> None:
@@ -197,5 +197,5 @@ def test_wide_ids_stay_out_of_range() -> None:
 
 
 def test_ids_that_devices_do_not_divide_are_refused() -> None:
-    with pytest.raises(wh.WhaleError, match="must divide: ids has 6"):
+    with pytest.raises(wh.WhaleError, match="is not divisible by .*: ids has 6"):
         check_divisible(cut(take).lookups, 4)

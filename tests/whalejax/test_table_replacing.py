@@ -103,7 +103,7 @@ def test_popularity_that_moved_is_priced() -> None:
     moved[:500] = 8
     found = place_again(placement, {"a": moved}, samples=1000)
     assert found.gain > 0.3 and found.placement.shards[0].hashed
-    assert "placing tables anew makes it" in str(found)
+    assert "placing tables again makes it" in str(found)
 
 
 def test_cached_rows_follow_popularity(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,7 @@ def test_cached_rows_follow_popularity(capsys: pytest.CaptureFixture[str]) -> No
     counted = np.unique([batch(number)["ids"] for number in range(4)])
     hottest = step.plan.placement.hottest["a"]
     assert len(hottest) == 1000 and set(counted.tolist()) <= set(hottest.tolist())
-    assert "placing tables anew makes it" in capsys.readouterr().err
+    assert "placing tables again makes it" in capsys.readouterr().err
     np.testing.assert_allclose(
         step.table_values(state)["a"], alone.table_values(other)["a"], atol=1e-6
     )
@@ -190,7 +190,7 @@ def test_a_run_places_its_tables_anew(capsys: pytest.CaptureFixture[str]) -> Non
         )
     assert step.plan.placement.shards[0].hashed and int(state.step) == 6
     assert not alone.plan.placement.shards[0].hashed
-    assert "placing tables anew makes it" in capsys.readouterr().err
+    assert "placing tables again makes it" in capsys.readouterr().err
     np.testing.assert_allclose(
         step.table_values(state)["a"], alone.table_values(other)["a"], atol=1e-6
     )

@@ -59,7 +59,9 @@ def test_shares_follow_what_was_timed(tmp_path: Path) -> None:
     plan = planned(twice)
     # Speeds fast : slow become fast : slow / 2, within one of sixty micro-batches.
     assert plan.shares[1] == pytest.approx(60 * slow / (2 * fast + slow), abs=1)
-    assert any("by this model's own samples" in note for note in plan.notes)
+    assert any(
+        "by measured times of this model's own samples" in note for note in plan.notes
+    )
     plan.cluster.save(tmp_path / "both.toml")
     assert planned(wh.cluster(str(tmp_path / "both.toml"))).shares == plan.shares
 

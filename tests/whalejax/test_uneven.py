@@ -265,7 +265,7 @@ def test_a_replica_lies_inside_a_node_or_on_whole_ones() -> None:
         return wh.plan(simple, WIDE, ROWS, optimizer=optax.sgd(0.1), **options)
 
     assert planned("h100:4+h100:4+h100:8+a100-80:2x8").num_devices == 32
-    with pytest.raises(wh.WhaleError, match="inside a node or on whole ones"):
+    with pytest.raises(wh.WhaleError, match="inside one node or on full nodes"):
         planned("h100:4+h100:8+h100:4+a100-80:2x8")
 
 
@@ -299,7 +299,9 @@ def test_programs_of_several_kinds_use_all_devices() -> None:
     options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:1+p100-16:2"}
     found = wh.plan(simple, WIDE, ROWS, allow_idle=True, **options)
     assert len(found.shares) == found.num_devices == 3
-    with pytest.raises(wh.WhaleError, match="which use all of them. Drop allow_idle"):
+    with pytest.raises(
+        wh.WhaleError, match="have unequal shares and use all devices. Drop allow_idle"
+    ):
         wh.plan(simple, WIDE, ROWS, allow_idle=True, mesh={"tensor": 2}, **options)
 
 
@@ -331,7 +333,9 @@ def test_marks_that_no_replica_can_obey() -> None:
             return simple(model, x)
 
     options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:2+p100-16:2"}
-    with pytest.raises(wh.WhaleError, match="it has 1 or 2 here: the marks cannot"):
+    with pytest.raises(
+        wh.WhaleError, match="full nodes, here 1 or 2: the marks cannot"
+    ):
         wh.plan(split, WIDE, ROWS, **options)
 
 
@@ -418,7 +422,7 @@ def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shares": [3, 1, 1]}, "4 devices make no 3 equal replicas"),
+        ({"shares": [3, 1, 1]}, "4 devices do not divide into 3 equal replicas"),
         ({"shares": [3, 2]}, "add up to 5 micro-batches; the batch has 65536"),
         ({"shares": [3, -1]}, "expected whole numbers"),
         ({"shares": [6, 2], "num_micro_batches": 4}, "num_micro_batches is 4"),
@@ -496,7 +500,7 @@ def test_shares_are_what_memory_holds() -> None:
     assert planned(10**9, static + 32 * piece, shares=[32, 32]).shares == (32, 32)
     assert planned(10**9, static + 7 * piece).shares == (57, 7)
     assert planned(static + 40 * piece, static + 24 * piece).shares == (40, 24)
-    words = r"device 1 \(P100-16\) got 32 and holds 2\d, .* short. Give it at most 2\d"
+    words = r"device 1 \(P100-16\) got 32 pieces, but only 2\d fit, .* at most 2\d"
     with pytest.raises(wh.WhaleError, match=words):
         planned(10**9, static + 20 * piece, shares=[32, 32])
     with pytest.raises(wh.WhaleError, match=r"memory holds [56]\d of 64 micro-batches"):

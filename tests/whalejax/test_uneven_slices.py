@@ -218,17 +218,17 @@ def test_a_state_too_large_for_each_is_cut() -> None:
     chosen = planned(tight, mesh=mesh, remat="none", offload=())
     assert chosen.zero == 1 and chosen.shares == asked.shares
     assert chosen.memory == asked.memory
-    assert "each of 4 replicas keeps and updates a slice" in str(chosen)
+    assert "each of 4 replicas stores and updates a slice" in str(chosen)
     gathered = [c for c in chosen.collectives if c.kind == "all-gather"]
     assert [c.payload_bytes for c in gathered] == [2 * 1024 * 4096 * 4]
-    with pytest.raises(wh.WhaleError, match="before it takes a micro-batch, with"):
+    with pytest.raises(wh.WhaleError, match="without any micro-batch, with"):
         planned(tight, mesh=mesh, remat="none", offload=(), zero=0)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"zero": 2}, r"zero is 2, and replicas.*Give zero=1"),
+        ({"zero": 2}, r"zero is 2, but replicas.*Give zero=1"),
         ({"optimizer": optax.sgd(0.1)}, "no state that it updates element by element"),
         (
             {"optimizer": optax.lamb(1e-3)},
@@ -243,7 +243,7 @@ def test_levels_that_cannot_be(options: dict[str, Any], text: str) -> None:
 
 
 def test_parameters_that_nothing_divides_are_refused() -> None:
-    problem = pytest.raises(wh.WhaleError, match="a dimension that 3 replicas divide")
+    problem = pytest.raises(wh.WhaleError, match="a dimension that is divisible by 3")
     with jax.enable_x64(True), problem:
         both(dropping(), (4, 2, 2), zero=1)
 

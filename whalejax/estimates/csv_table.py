@@ -1,10 +1,7 @@
-"""Tables of training runs as CSV files: their columns, valid cells, and notes on them.
+"""Reads tables of training runs as CSV files, and checks their columns and cells.
 
-It is separate from ``read_table``, which interprets rows: this module refuses damaged
-or invented tables.
+It refuses damaged and invented tables. ``read_table`` interprets their rows.
 """
-
-from __future__ import annotations
 
 import csv
 import math
@@ -24,16 +21,16 @@ COLUMNS = (
     "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
     "tokens_per_s_per_device peak_mem_gib"
 ).split()
-"""Columns that are read; others are copied, except those of ``OPTIONAL``."""
+"""Columns that are read, in addition to ``OPTIONAL``; all other columns are copied."""
 
 OPTIONAL = ("notes", "head_dim", "compile", "loss_chunks")
 """Columns that few tables have. ``notes`` may describe a mixed pipeline. ``head_dim``
-is the width of a head if it is not ``hidden / heads``. ``compile`` tells whether the
-step is compiled. ``loss_chunks`` is the number of parts in which logits are computed.
+is the width of a head if it is not ``hidden / heads``. ``compile`` says whether the
+step is compiled. ``loss_chunks`` is the number of chunks of the logits.
 """
 
 NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
-"""Columns without which nothing can be predicted."""
+"""Columns without which a row has no prediction."""
 
 _POSITIVE = frozenset(
     (
@@ -67,24 +64,24 @@ _MOST: Mapping[str, int] = {
     **{"cp": MAX_DEVICES, "ep": MAX_DEVICES, "micro_batch": 2**24},
     **{"global_batch": 2**36, "loss_chunks": 2**26},
 }
-"""Largest numbers by column, more than any run has; others have ``_MEASURED``."""
+"""Largest number by column, above that of any run; other columns have ``_MEASURED``."""
 
 _MEASURED = 1e15
 """Largest number in a measured column."""
 
 _LONGEST_CELL = 4000
-"""Most characters of a cell that is read; others are copied at any length."""
+"""Largest number of characters of a cell that is read; copied cells have no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvTable:
-    """A CSV file: its header, and its rows with their line numbers.
+    """CSV file: its header, and its rows with their line numbers.
 
     Attributes:
         header: Names of the columns.
-        rows: Column to cell.
+        rows: Cell by name of the column, for each row.
         lines: Line number of each row.
-        unread: For each row, why it cannot be read; empty if it can.
+        unread: Reason why each row cannot be read; empty for readable rows.
     """
 
     header: tuple[str, ...]
@@ -97,21 +94,21 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
     """Reads a CSV file with a header.
 
     Args:
-        path: The file.
-        strict: Whether to refuse the file for an unreadable row; otherwise ``unread``
-            has the reason.
+        path: Path of the file.
+        strict: Whether to refuse a file with an unreadable row; default: True. If not,
+            ``unread`` has the reason.
 
     Raises:
-        WhaleError: The file cannot be read, or its header lacks columns or names one
-            twice; if strict, also rows of another length and wrong cells. Lists all of
-            them, with line and column.
+        WhaleError: The file cannot be read, or its header lacks columns or repeats one.
+            With ``strict``, also rows of another length and wrong cells. Lists all
+            problems with line and column.
     """
     try:
         text = read_text(path)
     except OSError as error:
         raise WhaleError(f"{path} cannot be read ({error.strerror})") from error
     except UnreadableFileError as error:
-        raise WhaleError(f"{path} is no text in UTF-8: {error}") from error
+        raise WhaleError(f"{path} is not text in UTF-8: {error}") from error
     problems = Problems(str(path), WhaleError)
     reader = csv.reader(text.splitlines(keepends=True))
     try:
@@ -128,7 +125,7 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
     if missing:
         problems.add(f"line 1: no column {', '.join(missing)}")
     for name in sorted({n for n in header if header.count(n) > 1}):
-        problems.add(f"line 1: the column {quoted(name)} stands twice")
+        problems.add(f"line 1: the column {quoted(name)} occurs twice")
     problems.raise_if_any()
     rows, numbers, unread = [], [], []
     for line, cells in lines[1:]:
@@ -168,11 +165,11 @@ def _wrong(column: str, cell: str) -> str:
     try:
         value = float(cell)
     except ValueError:
-        return f"{at}: {quoted(cell)} is no number; expected {wanted}"
+        return f"{at}: {quoted(cell)} is not a number; expected {wanted}"
     if column in REST and value == -1:
         return ""
     if not math.isfinite(value):
-        return f"{at}: {quoted(cell, str)} is no number; expected {wanted}"
+        return f"{at}: {quoted(cell, str)} is not a number; expected {wanted}"
     most = _MOST.get(column, _MEASURED)
     if value > most:
         return f"{at}: {quoted(cell, str)}; expected at most {most:.15g}"
@@ -195,10 +192,10 @@ def _expected_text(column: str) -> str:
 
 @dataclass(slots=True)
 class Cells:
-    """One row that is being read.
+    """Row that is being interpreted.
 
     Attributes:
-        row: Column to cell.
+        row: Cell by name of the column.
         notes: Notes on values that were inferred.
     """
 
@@ -206,21 +203,21 @@ class Cells:
     notes: list[str] = field(default_factory=list)
 
     def text(self, column: str) -> str:
-        """Returns the cell without blanks around it; empty if there is none."""
+        """Returns the cell without blanks around it; empty if the row has none."""
         return (self.row.get(column) or "").strip()
 
     def whole(self, column: str) -> int | None:
-        """Returns the integer of the cell; None if empty or -1 (the rest)."""
+        """Returns the integer of the cell; None if it is empty or -1 (the rest)."""
         whole = self.number(column)
         return None if whole is None or whole < 0 else int(whole)
 
     def number(self, column: str) -> float | None:
-        """Returns the number of the cell, or None if it is empty."""
+        """Returns the number of the cell; None if it is empty."""
         text = self.text(column)
         return float(text) if text else None
 
     def or_else(self, column: str, value: int, why: str) -> int:
-        """Returns the cell, or a default that is noted."""
+        """Returns the integer of the cell, or else a default that is noted."""
         or_else = self.whole(column)
         if or_else is not None:
             return or_else

@@ -1,11 +1,11 @@
-"""Builds the graph of a decoder transformer from only its sizes.
+"""Builds the graph of a decoder transformer from its sizes.
 
 Tables of published runs have layers, widths and heads, but no code. This module builds
-the graph that capture would have traced, so that the same rows, costs and memory terms
-apply to both. Layers are one body with a trip count: depth costs nothing.
+the graph that capture would make of a traced loss, so the same rows, costs and memory
+terms apply. Layers are one body with a trip count, so depth costs nothing.
 
-A rematerialization policy says which products of a layer the backward pass repeats.
-Both time and memory read it, so that a policy is one line.
+A remat policy says which products of a layer the backward pass recomputes. Both time
+and memory follow from it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from whalejax.planner.model.graph_builder import GraphBuilder
 
 
 REGIONS = ("embed", "residual", "inner", "experts", "final", "head")
-"""TaskGraphs of the graph, in order: the embedding, operations between the products of
-a layer, attention and the feed-forward products, the experts' products, the last norm,
-and the head with the loss. Only residual, inner and experts run once per layer."""
+"""TaskGraphs of the graph, in order: the embedding, the operations between the products
+of a layer, attention and the feed-forward products, the experts' products, the last
+norm, and the head with the loss. Only residual, inner and experts run once per layer.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """Sizes of a decoder transformer.
+    """Sizes and options of a decoder transformer.
 
     Attributes:
-        layers, hidden, heads, ffn, vocab: The usual sizes.
-        kv_heads: Heads of keys and values; fewer than ``heads`` if several share one.
+        layers, hidden, heads, ffn, vocab: Numbers of layers, of hidden elements, of
+            heads, of feed-forward elements and of tokens in the vocabulary.
+        kv_heads: Number of heads of keys and values; below ``heads`` if query heads
+            share them.
         head_dim: Size of one head; usually ``hidden // heads``.
-        seq: Tokens of a sample.
-        gated: Whether the feed-forward has a gate (three products); otherwise two.
-        experts, topk: Number of feed-forward networks in each layer, and number that a
+        seq: Number of tokens of a sample.
+        gated: Whether the feed-forward has a gate, so three products instead of two.
+        experts, topk: Number of feed-forward networks per layer, and number that a
             token uses; 0 without experts.
-        flash: Whether attention is one kernel that keeps its scores on chip and skips
-            masked ones; otherwise scores and their softmax go through memory.
-        eager: Whether operations without a kernel in every library run individually:
-            the mask of attention without a kernel, rotary embeddings, RMSNorm and
-            gates.
-        fused_loss: Whether one kernel computes the loss from logits in their own type;
-            otherwise they are cast to float32 first.
+        flash: Whether attention is one kernel, which keeps scores on chip and skips
+            masked ones. If not, scores and their softmax go through memory.
+        eager: Whether the following run as single operations, without a kernel: the
+            mask of attention without a kernel, rotary embeddings, RMSNorm and gates.
+        fused_loss: Whether one kernel computes the loss from logits in their own dtype.
+            If not, they are first cast to float32.
         dropout: Whether attention weights and residual inputs have dropout.
-        norm_bias: Whether norms are LayerNorm with biases (GPT) rather than RMSNorm.
-        positions: Whether it has learned position embeddings.
+        norm_bias: Whether norms are LayerNorm with biases (GPT) instead of RMSNorm.
+        positions: Whether the model has learned position embeddings.
         tied: Whether the head uses the embedding's table.
     """
 
@@ -153,7 +155,7 @@ class _Writer:
         p, s = self.p, self.sizes
         groups, rest = s.kv_heads, s.heads // s.kv_heads
         self.go("inner")
-        # One product for query, key and value, as in every framework of the tables.
+        # Query, key and value are one product, as in every framework of the tables.
         w = p.param("layer.qkv", s.hidden, groups, rest + 2, s.head_dim)
         wo = p.param("layer.o", groups, rest, s.head_dim, s.hidden)
         qkv = p.einsum("bse,egrd->bsgrd", x, w)
@@ -183,7 +185,7 @@ class _Writer:
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
             weights = p.unary("exp", shifted)
-            p.keeps()  # the backward pass reads only the result
+            p.keeps()  # The backward pass reads only the result.
             total = p.einsum("bgrst->bgrs", weights)
             total = p.reshape(total, *p.shape(total), 1)
             even = p.add(weights, total, kind=SOFTMAX)
@@ -254,7 +256,7 @@ def decoder_graph(
     Args:
         sizes: Sizes of the decoder.
         batch: Number of samples.
-        dtype, itemsize_bytes: Computing type and bytes per element.
+        dtype, itemsize_bytes: Dtype of the computation, and bytes per element.
 
     >>> sizes = DecoderSizes(
     ...     layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512,
@@ -291,14 +293,13 @@ Remat = Literal[
     "save_out_proj",
     "full",
 ]
-"""Recomputation in the backward pass.
-
-It repeats nothing, attention scores, all but matrix products, these and every second
-product, all but the named products, or everything.
+"""Remat policies. The backward pass recomputes, in this order of policies: nothing;
+attention scores; everything but matrix products; this and every second product;
+everything but the named products; everything.
 """
 
 PRODUCTS = ("qkv", "attention", "out", "up", "down")
-"""Products of a layer, in order of computation."""
+"""Products of a layer, in the order of computation."""
 
 SAVED_BY_NAME: Mapping[Remat, tuple[str, ...]] = {
     "dots": ("qkv", "attention", "out", "up"),
@@ -308,20 +309,23 @@ SAVED_BY_NAME: Mapping[Remat, tuple[str, ...]] = {
     "save_qkv_proj": ("qkv",),
     "save_out_proj": ("out",),
 }
-"""Products whose results are saved. After the first, the names are MaxText's values of
-``remat_policy`` (``get_remat_policy`` of its decoders). Nothing reads the result of
-``down``, which joins the residual stream, so saving it changes nothing."""
+"""Products whose results are saved, by policy. After the first, the names are MaxText's
+values of ``remat_policy`` (``get_remat_policy`` of its decoders). No operation reads
+the result of ``down``, which is added to the residual stream, so saving it changes
+nothing.
+"""
 
 UNCONFIRMED: frozenset[Remat] = frozenset(SAVED_BY_NAME) - {"dots"}
-"""Policies whose memory was compared with no measured run."""
+"""Policies whose predicted memory was not compared with a measured run."""
 
 
 def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
-    """Returns the share of each product's result that is saved for the backward pass.
+    """Returns the fraction of each product's result that is saved for the backward
+    pass.
 
     ``alternate_dots`` is TorchTitan's selective checkpointing of operations. It saves
-    attention and drops every second other product, in order: key, output and the second
-    up-projection of a gated layer. It never saves grouped products of experts.
+    attention, and drops every second other product in order: key, output, and the
+    second up-projection of a gated layer. It saves no grouped products of experts.
 
     Args:
         remat: ``dots``, or a policy that saves fewer products.
@@ -345,7 +349,7 @@ def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
 
 
 def recomputed_shares(remat: Remat, sizes: DecoderSizes) -> tuple[float, ...]:
-    """Returns the share of each of ``PRODUCTS`` that the backward pass recomputes.
+    """Returns the fraction of each of ``PRODUCTS`` that the backward pass recomputes.
 
     Args:
         remat: Remat policy.
@@ -356,5 +360,6 @@ def recomputed_shares(remat: Remat, sizes: DecoderSizes) -> tuple[float, ...]:
     if remat == "full":
         return (1.0,) * len(PRODUCTS)
     saved = saved_shares(remat, sizes)
-    # The backward pass stops before the last product, whose result it does not read.
+    # The backward pass does not need the result of the last product, so it stops
+    # before.
     return tuple(0.0 if name == "down" else 1.0 - saved[name] for name in PRODUCTS)

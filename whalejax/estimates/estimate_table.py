@@ -1,12 +1,11 @@
 """``whalejax estimate``: adds predictions to a table of runs.
 
-A published run fitted its devices, even if its row omits the micro-batch,
-rematerialization or sharding. The possible values are tried from the likeliest on, for
-all rows at once.
+A published run fitted its devices, even if its row omits the micro-batch, remat or
+sharding. The possible values are tried for all rows at once, the likeliest first.
 
 If the stages of a pipeline are on mixed devices, the full run is estimated on every
-kind of device. A stage then takes as long as its slowest replica, and the schedule's
-rows give the waits.
+device kind. A stage then takes as long as its slowest replica, and the simulated
+schedule gives the waits.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from whalejax.meshes.fitted_constants import Constants, constants
 
 
 SLACK = 0.15
-"""Part of a device's memory by which a row's estimate may exceed it.
+"""Fraction of a device's memory by which a row's estimate may exceed the memory.
 
-The row was run, so the excess is an error of the activations' estimate.
+The row was run, so the excess is an error of the estimate.
 """
 
 
 def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
-    """Returns every row's reading, with open values chosen to fit.
+    """Returns the reading of every row, with omitted values chosen to fit.
 
     Args:
-        rows: Column to cell, from ``read_table``.
+        rows: Cell by name of the column, from ``csv_table.read_table``.
     """
     result = [read_row(row) for row in rows]
     offers = {i: several for i, one in enumerate(result) if (several := _offers(one))}
@@ -61,17 +60,16 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
     for index, several in offers.items():
         one = several[-1]
         assert one.run is not None
-        note = f"remat {one.run.remat} (nothing fits; it takes least memory)"
+        note = f"remat {one.run.remat} (nothing fits; it needs least memory)"
         result[index] = replace(one, notes=(*result[index].notes, note))
     return tuple(result)
 
 
 def _offers(one: RowReading) -> list[RowReading]:
-    """Returns the possible readings of a row, the likeliest first; empty if nothing is
-    open.
+    """Returns possible readings of a row, the likeliest first; empty if none is open.
 
-    A smaller micro-batch comes first, because it costs less time than recomputation.
-    Unusual sharding for the framework comes last.
+    A smaller micro-batch comes first, as it costs less time than recomputation.
+    Sharding that is unusual for the framework comes last.
     """
     run = one.run
     if run is None or run.unlike:
@@ -84,7 +82,7 @@ def _offers(one: RowReading) -> list[RowReading]:
         if run.stages == 1 or run.framework.compiled:
             full = replace(run, zero=3, fsdp=run.ranks, data=1)
             layouts += [full] if run.zero < 3 else []
-        else:  # Launched pipelines would gather parameters for every micro-batch.
+        else:  # Pipelines of launched programs would gather parameters per micro-batch.
             layouts += [replace(run, zero=1)] if run.zero < 1 else []
     if len(one.policies) * len(sizes) * len(layouts) == 1:
         return []
@@ -109,7 +107,7 @@ def _offers(one: RowReading) -> list[RowReading]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousEstimate:
-    """Prediction of one run; see ``estimate_table.Prediction``."""
+    """Prediction of a run on mixed devices; see ``Prediction`` for the fields."""
 
     step_seconds: float
     peak_bytes: float
@@ -117,7 +115,7 @@ class HeterogeneousEstimate:
 
 
 def price_unlike(run: PublishedRun, constants: Constants) -> HeterogeneousEstimate:
-    """Predicts a run with ``unlike`` stages."""
+    """Returns the prediction of a run with ``unlike`` stages."""
     replicas = list(dict.fromkeys(r for stage in run.unlike for r in stage.replicas))
     runs = Runs([_alone(run, replica) for replica in replicas])
     ahead, behind = runs.places(constants)
@@ -164,7 +162,6 @@ def _after(
     at: Mapping[ReplicaDevices, int],
     constants: Constants,
 ) -> tuple[float, float]:
-    """Returns the seconds of gradient reduction and update of the slowest stage."""
     s = run.sizes
     network = runs.network * runs.shares(constants, "network")
     moved = runs.shares(constants, "update_bytes")
@@ -214,7 +211,7 @@ GIB = 2**30
 
 
 def estimate_table(table: CsvTable) -> list[dict[str, str]]:
-    """Returns the added cells of every row.
+    """Returns the predicted cells of every row, by name of the column.
 
     Rows without a prediction have only a ``note``.
 
@@ -259,13 +256,13 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Prediction of a row.
+    """Prediction of one row.
 
     Attributes:
-        step_seconds: Time of the step.
-        peak_bytes: Memory of the fullest device.
-        fits: Whether the memory does not exceed that of the device, or the row counts
-            as fitting (``RowReading.taken``).
+        step_seconds: Step time in seconds.
+        peak_bytes: Memory of the fullest device in bytes.
+        fits: Whether this is at most the device's memory, or the row counts as fitting
+            (``RowReading.taken``).
     """
 
     step_seconds: float
@@ -274,7 +271,7 @@ class Prediction:
 
 
 def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
-    """For unknown policies, notes time and memory without and with full remat."""
+    """Notes time and memory without and with full remat, if it is unknown."""
     result = list(read)
     bounds: tuple[Remat, Remat] = ("none", "full")
     for index, one in enumerate(read):
@@ -311,7 +308,7 @@ def _with_reasons(table: CsvTable) -> list[tuple[Mapping[str, str], str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSummary:
-    """Summary of a table's rows.
+    """Numbers of rows of a table.
 
     Attributes:
         predicted: Number of rows with a prediction.
@@ -327,12 +324,12 @@ class TableSummary:
 def write_estimates(
     source: str | Path, target: str | Path, *, strict: bool = False
 ) -> TableSummary:
-    """Reads a table and writes it with predictions, atomically.
+    """Reads a table, and writes it with predictions, atomically.
 
     Args:
-        source: CSV file with the header of ``csv_table.COLUMNS``.
-        target: Path of the new table.
-        strict: Whether to refuse the table for an unreadable row.
+        source: Path of a CSV file with the header of ``csv_table.COLUMNS``.
+        target: Path of the table to write.
+        strict: Whether to refuse a table with an unreadable row; default: False.
 
     Raises:
         WhaleError: The table is malformed, or the target cannot be written.
@@ -341,8 +338,8 @@ def write_estimates(
     taken = [name for name in ADDED if name in table.header]
     if taken:
         raise WhaleError(
-            f"{source} has the columns {', '.join(taken)} already. Remove them, or "
-            "give the table that it was made from"
+            f"{source} already has the columns {', '.join(taken)}. Remove them, or "
+            "give the table from which it was made"
         )
     path = Path(target)
     if path.is_dir():

@@ -1,7 +1,7 @@
 """Defaults of the frameworks of published runs, for values that a table omits.
 
-A row of a table may name its own values. The defaults here are documented by the
-frameworks; they depend on the framework, never on one table, model or row.
+The frameworks document these defaults. They depend on the framework alone, never on a
+table, model or row.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from whalejax.estimates.decoder import Remat
 
 
 Convention = Literal["model", "hardware", "causal"]
-"""Ways to count FLOP/s: ``model`` counts forward and backward with all attention
-scores; ``hardware`` adds rematerialization; ``causal`` is ``model`` with half of the
-scores."""
+"""Ways to count FLOP/s. ``model`` counts both passes with all attention scores,
+``hardware`` adds recomputation, and ``causal`` is ``model`` with half of the scores.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,44 +25,44 @@ class Framework:
 
     Attributes:
         name: Name for reports.
-        words: Words that identify it in tables; see ``framework``.
-        compiled: Whether the step is one program on the device, unless the row says
-            otherwise under ``compile``; if not, a host launches every operation.
-        xla: Whether its programs are XLA's, which are always compiled.
+        words: Words that name the framework in tables; see ``framework``.
+        compiled: Whether the step is one program on the device. If not, a host launches
+            every operation. A row may say otherwise under ``compile``.
+        xla: Whether its programs are compiled by XLA, as they always are then.
         flash: Whether attention is one kernel that keeps its scores on chip.
         overlaps_gradients: Whether gradient reduction overlaps with the backward pass.
         overlaps_layers: Whether tensor- and context-parallel collectives overlap with
             products, in chunks.
-        interleaves: Whether its recipes divide a stage's layers into chunks of one or
-            two, unless the row says otherwise.
-        sequence_parallel: Whether tensor parallelism shards the sequence, unless the
-            row says otherwise.
-        zero: State sharded over data-parallel devices, unless the row says otherwise.
-        remat: Remat policy, unless the row says otherwise; None: as much as needed.
-        selective: Meaning of its policy "selective".
+        interleaves: Whether recipes divide a stage into chunks of one or two layers. A
+            row may say otherwise.
+        sequence_parallel: Whether tensor parallelism shards the sequence. A row may say
+            otherwise.
+        zero: ZeRO stage over data-parallel devices. A row may say otherwise.
+        remat: Remat policy; None for as much as needed. A row may say otherwise.
+        selective: Remat policy that is called "selective".
         flops: Way to count FLOPs.
-        dtype: Type of its products, unless the row says otherwise.
-        gradient_bytes: Bytes of one parameter's gradient in the reduction (XLA reduces
-            the results of products, in their type).
-        fused_accumulation: Whether weight-gradient products add to earlier
-            micro-batches'.
+        dtype: Dtype of products. A row may say otherwise.
+        gradient_bytes: Bytes of one parameter's gradient in the reduction. XLA reduces
+            the results of products, in their dtype.
+        fused_accumulation: Whether products of weights' gradients add to the gradients
+            of earlier micro-batches.
         eager: Whether masks of attention without a kernel, RMSNorm, rotary embeddings
-            and gates are single operations, launched individually unless compiled.
-        tuned: Whether its products have a separately fitted efficiency: Megatron-LM's
-            layers before attention kernels multiplied faster than others' for no other
-            known reason.
-        grouped: Whether its attention supports fewer heads of keys than queries.
-        fused_loss: Whether the loss is one kernel that reads logits in their own type;
-            always true if it is compiled.
-        pads_vocabulary: Whether it pads the vocabulary to a multiple of 128 for every
-            rank that shards it; otherwise ranks have the remainder of the division.
-        dropout: Whether its models drop attention weights and residual inputs.
-        attention_generation: Generation of devices for which its attention kernel was
+            and gates are single operations, each launched unless the step is compiled.
+        tuned: Whether products have a separately fitted efficiency. Megatron-LM's
+            layers before attention kernels multiplied faster than others, for an
+            unknown reason.
+        grouped: Whether attention supports fewer heads of keys than of queries.
+        fused_loss: Whether the loss is one kernel that reads logits in their own dtype;
+            always true for compiled steps.
+        pads_vocabulary: Whether the vocabulary is padded to a multiple of 128 per rank
+            that shards it. If not, ranks have the remainder of the division.
+        dropout: Whether models have dropout of attention weights and residual inputs.
+        attention_generation: Generation of devices for which the attention kernel was
             written: 7 before Ampere, 8 Ampere, 9 Hopper and later.
-        flash_anywhere: Whether it has an attention kernel for older devices, too.
-        flash_plain: Whether models without a gated feed-forward have the kernel, too.
-        kernels_only: Whether only the time of kernels was measured: no host launches,
-            and no optimizer.
+        flash_anywhere: Whether older devices have an attention kernel too.
+        flash_plain: Whether models without a gated feed-forward have the kernel too.
+        kernels_only: Whether only the time of kernels was measured, without host
+            launches and optimizer.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Framework:
 
 
 MEGATRON = "megatron"
-"""Word of the framework whose versions differ by year and authors."""
+"""Word of the framework that has several versions, by year and authors."""
 
 FRAMEWORKS = (
     Framework(
@@ -293,7 +293,7 @@ FRAMEWORKS = (
 UNKNOWN = Framework(
     name="an unnamed framework", words=(), sequence_parallel=True, zero=1
 )
-"""Framework of rows that name none: common defaults of today's frameworks."""
+"""Framework of rows that name none, with defaults that are common today."""
 
 
 def with_compilation(found: Framework, compiled: bool) -> Framework:
@@ -317,14 +317,14 @@ def with_compilation(found: Framework, compiled: bool) -> Framework:
 def framework(source: str, place: str = "") -> Framework:
     """Returns the framework of a row.
 
-    Its words may be anywhere in the text, with blanks, brackets, commas or nothing in
-    place of hyphens. Of several frameworks the last counts (``jax-toolbox-maxtext`` is
-    MaxText); of several that end together, the longest. A year or authors anywhere in
-    the text choose the version of Megatron-LM.
+    The words of a framework may be anywhere in the text, with blanks, brackets, commas
+    or nothing instead of hyphens. Of several frameworks the last counts, so
+    ``jax-toolbox-maxtext`` is MaxText. Of several that end together, the longest
+    counts. A year or authors in the text choose the version of Megatron-LM.
 
     Args:
         source: Cell ``source`` of the row.
-        place: Source of the row, used if ``source`` names no framework.
+        place: Source of the row, used if ``source`` names no framework; default: empty.
 
     >>> framework("nemo-24.07").name
     'Megatron-LM and NeMo'
@@ -350,7 +350,7 @@ def framework(source: str, place: str = "") -> Framework:
 
 
 def _megatron_variant(text: str) -> Framework | None:
-    """Returns the Megatron version whose other words occur in a text, or None."""
+    """Returns the Megatron-LM version whose other words occur in a text, or None."""
     if MEGATRON not in text:
         return None
     for one in FRAMEWORKS:

@@ -1,6 +1,6 @@
 """A training run from a table: a decoder, a machine, and a given layout.
 
-The planner searches layouts; here the layout is given, because it was measured. The
+The planner searches for layouts. Here the layout is given, as the run was measured. The
 column ``notes`` of a table describes pipelines over mixed devices.
 """
 
@@ -22,10 +22,10 @@ from whalejax.planner.pipeline.schedules import most_in_flight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDevices:
-    """Devices of one copy of a pipeline stage.
+    """Devices of one replica of a pipeline stage.
 
     Attributes:
-        device: Kind of the devices.
+        device: Catalogue entry of the devices.
         tensor: Number of tensor-parallel devices.
     """
 
@@ -38,7 +38,7 @@ class StageSpec:
     """One stage of a pipeline over mixed devices.
 
     Attributes:
-        replicas: Data-parallel copies of the stage.
+        replicas: Devices of each data-parallel replica of the stage.
         layers: Number of layers of the decoder.
     """
 
@@ -53,24 +53,26 @@ class PublishedRun:
     Attributes:
         sizes: Sizes of the model.
         framework: Framework of the run.
-        device: Kind of the devices; the slowest if they are mixed.
-        num_devices, devices_per_node: Number of devices, in all and per node or slice.
+        device: Catalogue entry of the devices; of the slowest if they are mixed.
+        num_devices, devices_per_node: Number of devices in total, and per node or
+            slice.
         data, fsdp, tensor, stages, context, expert: Sizes of the mesh axes. ``expert``
-            divides the devices of the others and adds none.
-        chunks: Parts of the model on each pipeline stage.
+            divides the devices of the other axes, and adds none.
+        chunks: Number of parts of the model on each pipeline stage.
         zero: ZeRO stage over the data-parallel devices (0 to 3).
         sequence_parallel: Whether values between tensor-parallel products are sharded
             over the sequence.
-        micro_batch: Samples of one data-parallel rank.
-        global_batch: Samples of a step.
-        remat: Recomputation policy of the backward pass.
-        dtype: Type of products: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
-        unlike: Stages if devices are mixed, or empty.
-        offloaded: Whether the saved values are offloaded to host memory.
+        micro_batch: Number of samples in a micro-batch of one data-parallel rank.
+        global_batch: Number of samples in a step.
+        remat: Remat policy.
+        dtype: Dtype of products: ``bf16``, ``f16``, ``f32``, ``tf32`` or ``f8``.
+        unlike: Stages, if they are on mixed devices; else empty.
+        offloaded: Whether the saved values are in host memory.
         frozen: Whether parameters are fixed, and only small adapters are trained.
-        autocast: Whether parameters are float32 and every micro-batch casts them to 16
-            bits; the residual stream stays in float32.
-        loss_chunks: Parts of a micro-batch whose logits are in memory in turn.
+        autocast: Whether parameters and the residual stream are float32, and every
+            micro-batch casts parameters to 16 bits.
+        loss_chunks: Number of chunks of a micro-batch whose logits are computed one
+            after the other.
     """
 
     sizes: DecoderSizes
@@ -99,28 +101,28 @@ class PublishedRun:
 
     @property
     def multiplied(self) -> str:
-        """Type in which products run on this device; see ``multiplies_in``."""
+        """Dtype in which products run on this device; see ``multiplies_in``."""
         return self.device.kind.multiplies_in(self.dtype, exact=True)
 
     @property
     def itemsize_bytes(self) -> int:
-        """Bytes of an activation; products in 8 bits read 16-bit operands."""
+        """Bytes of an activation's element; products in 8 bits read 16-bit operands."""
         return 4 if self.dtype in ("f32", "tf32") else 2
 
     @property
     def speed(self) -> str:
-        """Type of the products' efficiency: see ``fitted_constants``."""
+        """Dtype of the products' efficiency; see ``fitted_constants``."""
         width = width_of(self.multiplied)
         return TUNED if width == "bf16" and self.framework.tuned else width
 
     @property
     def ranks(self) -> int:
-        """Number of devices along the batch."""
+        """Number of data-parallel ranks."""
         return self.data * self.fsdp
 
     @property
     def weight_ranks(self) -> int:
-        """Number of devices, along batch and sequence, with the same parameters."""
+        """Number of devices along batch and sequence that have the same parameters."""
         return self.ranks * self.context
 
     @property
@@ -151,7 +153,7 @@ class PublishedRun:
         return self.global_batch * self.sizes.seq
 
     def model_flops(self) -> float:
-        """Returns the FLOPs of a step by the framework; see ``Framework.flops``."""
+        """Returns the FLOPs of a step as the framework counts them."""
         s, convention = self.sizes, self.framework.flops
         seen = 0.5 if convention == "causal" else 1.0
         scores = 4.0 * s.layers * s.heads * s.head_dim * s.seq * seen
@@ -176,7 +178,7 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
         layers: Number of layers of the model.
 
     Raises:
-        WhaleError: The number of layers differs, or a replica is no ``KINDxTPn``.
+        WhaleError: The number of layers differs, or a replica is not ``KINDxTPn``.
 
     >>> first, last = stages_of(
     ...     "stages [V100-16xTP2] -> [T4xTP1]; profile-layers per stage 20|14", 32)
@@ -190,8 +192,8 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
     numbers = [int(n) for n in counted[1].split("|") if n.strip()]
     if len(numbers) != len(groups) or sum(numbers) != layers + 2:
         raise WhaleError(
-            f"notes give {len(groups)} stages and layers {numbers}, in all "
-            f"{sum(numbers)}; expected one number a stage and {layers} + 2 in all"
+            f"notes give {len(groups)} stages and layers {numbers}, in total "
+            f"{sum(numbers)}; expected one number per stage and {layers} + 2 in total"
         )
     numbers[0] -= 1
     numbers[-1] -= 1
@@ -207,7 +209,7 @@ def devices_of(stages: Sequence[StageSpec]) -> int:
 
 
 def notes_of(text: str, stages: Sequence[StageSpec], count: int) -> Iterator[str]:
-    """Yields the notes on stages from a text.
+    """Yields the notes on stages that a text describes.
 
     Args:
         text: Text of the column ``notes``.
@@ -227,7 +229,7 @@ def _replica(text: str) -> ReplicaDevices:
         r"\s*(.+?)\s*x\s*TP\s*([1-9][0-9]{0,4})\s*", text, re.IGNORECASE
     )
     if match is None:
-        raise WhaleError(f"notes: {quoted(text.strip())} is no KINDxTPn")
+        raise WhaleError(f"notes: {quoted(text.strip())} is not KINDxTPn")
     return ReplicaDevices(
         device=read_device(match[1], guess=True).entry, tensor=int(match[2])
     )

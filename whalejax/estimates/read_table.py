@@ -1,9 +1,10 @@
-"""Reads rows of a table of training runs into runs that can be estimated.
+"""Interprets rows of a table of training runs as runs that can be estimated.
 
-A row has an architecture, a device, a layout, and measurements. Missing values follow
-from the rules below, and every applied rule is noted in the row.
+A row has an architecture, a device, a layout and measurements. The rules below fill
+missing values, and every applied rule is noted in the row.
 
-The module is long because it has all of these rules, next to the columns they fill.
+The module is long because it has all of these rules, next to the columns that they
+fill.
 """
 
 from __future__ import annotations
@@ -34,31 +35,33 @@ from whalejax.planner.sharding.layout import largest_divisor
 
 
 NARROW = 4
-"""Ratio to the width below which a feed-forward has a third product, its gate."""
+"""Ratio of width to hidden size below which a feed-forward has a gate."""
 
 NEAR = 0.05
-"""Relative difference that a row's parameters may have from those of its sizes."""
+"""Largest difference of a row's parameters from those of its sizes, as a fraction."""
 
 MOST_ROWS = 10**6
-"""Most rows of a pipeline's schedule; the largest published one has some 10,000."""
+"""Largest number of rows of a pipeline's schedule; published ones have up to 10,000."""
 
 LARGEST_TOKENS = 16384
-"""Most tokens of an inferred micro-batch without a pipeline."""
+"""Largest number of tokens of an inferred micro-batch without a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReading:
-    """Reading of a row.
+    """Interpretation of a row.
 
     Attributes:
-        run: Described run, or None if something required is missing.
-        notes: Notes on inferred or mapped values, or the reason why there is no run.
-        policies: Possible remat policies, the likeliest first; several if neither the
-            row nor the framework names one, or the row's name is unknown.
-        unknown_policy: Whether the row's name for its policy is unknown.
+        run: Described run; None if a required value is missing.
+        notes: Notes on inferred or replaced values, or the reason why there is no run.
+        policies: Possible remat policies, the likeliest first. There are several if
+            neither the row nor the framework names one, or the row's name is unknown.
+        unknown_policy: Whether the row's name for its remat policy is unknown.
         unknown_memory: Whether the memory of the row's device is unknown.
-        open_micro_batch, open_zero: Whether the row omits micro-batch or sharded state.
-        taken: Whether it counts as fitting despite a slightly too large estimate.
+        open_micro_batch, open_zero: Whether the row omits the micro-batch, or the ZeRO
+            stage.
+        taken: Whether the row counts as fitting although its estimate is slightly too
+            large.
     """
 
     run: PublishedRun | None
@@ -72,9 +75,7 @@ class RowReading:
 
     @property
     def confirmed(self) -> bool:
-        """Whether measured runs confirmed the memory model for its policy and
-        device.
-        """
+        """Whether measured runs confirmed the memory model for policy and device."""
         guessed = self.unknown_policy or self.unknown_memory
         return self.run is None or not (guessed or self.run.remat in UNCONFIRMED)
 
@@ -83,7 +84,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     """Returns the run of a row, with its inferred values.
 
     Args:
-        row: Column to cell, from ``csv_table.read_table``.
+        row: Cell by name of the column, from ``csv_table.read_table``.
     """
     cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
@@ -99,7 +100,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
     elif unknown and not run.offloaded:
-        # A policy with a custom name saves something, at most what fits.
+        # A policy of an unknown name saves something, at most what fits.
         policies = ("dots", "full")
     return RowReading(
         run=run,
@@ -113,7 +114,6 @@ def read_row(row: Mapping[str, str]) -> RowReading:
 
 
 def _run(cells: Cells) -> tuple[PublishedRun, bool]:
-    """Returns the run, and whether its name for the remat policy is unknown."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
@@ -174,7 +174,6 @@ def _run(cells: Cells) -> tuple[PublishedRun, bool]:
 
 
 def _with_compilation(cells: Cells, source: Framework) -> Framework:
-    """Returns the framework with its step compiled or not, as the row says."""
     text = cells.text("compile")
     if not text:
         if not source.xla:
@@ -195,7 +194,7 @@ def _with_compilation(cells: Cells, source: Framework) -> Framework:
 
 
 def _loss_chunks(cells: Cells, tokens: int) -> int:
-    """Returns the number of parts in which a device computes a micro-batch's logits."""
+    """Returns the number of chunks in which a device computes logits."""
     given = cells.whole("loss_chunks") or 1
     if given > tokens:
         raise WhaleError(
@@ -264,7 +263,7 @@ def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
 
 
 def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
-    """Whether only adapters are trained.
+    """Returns whether only adapters are trained.
 
     A row says so, or counts fewer FLOPs than six per parameter and token (one forward
     and two backward products).
@@ -291,9 +290,7 @@ FEWER = 0.8
 
 
 def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
-    """Returns ZeRO level and fsdp of stages on their own devices, which shard
-    nothing.
-    """
+    """Returns ZeRO stage and ``fsdp`` of mixed stages, which shard nothing."""
     for column in ("fsdp", "zero_stage", "cp"):
         given = cells.whole(column) or 1
         if given > 1:
@@ -314,7 +311,7 @@ def _sharding(
     if zero is None:
         usual = source.zero
         if stages > 1 and not source.compiled:
-            usual = min(usual, 1)  # Stages of launched programs keep their parameters.
+            usual = min(usual, 1)  # Launched stages do not shard parameters.
         zero = 3 if (fsdp or 1) > 1 else usual
         if ranks > 1:
             cells.notes.append(f"zero_stage {zero} ({source.name}'s default)")
@@ -328,7 +325,7 @@ def _sharding(
 
 
 def _rest_of(cells: Cells, ranks: int) -> int | None:
-    """Returns the fsdp axis size if -1 means the data ranks that ``dp`` leaves."""
+    """Returns the size of ``fsdp`` if -1 means the ranks that ``dp`` leaves."""
     if cells.number("fsdp") != -1:
         return cells.whole("fsdp")
     data = cells.whole("dp") or 1
@@ -355,7 +352,7 @@ def _sizes(
         for column, word in (("remat", "flash"), ("precision", "te "))
     )
     newer = source.flash_anywhere or device.kind.attention_generation > VOLTA
-    # Frameworks repeat shared heads and pad the vocabulary until ranks divide them.
+    # Frameworks repeat shared heads, and pad the vocabulary until ranks divide it.
     groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
     padded = math.ceil(heads / groups) * groups
     if padded != heads:
@@ -391,8 +388,9 @@ def _sizes(
 def _usual_width(hidden: int, *, gated: bool) -> int:
     """Returns the width of a feed-forward if its row has none.
 
-    Llama's three matrices have 8/3 of the hidden size, rounded up to 256: as many
-    parameters as two matrices at four times it (Touvron et al. 2023, section 2.2).
+    Llama's three matrices have 8/3 of the hidden size, rounded up to 256. So they have
+    as many parameters as two matrices of four times it (Touvron et al. 2023, section
+    2.2).
     """
     return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
 
@@ -435,10 +433,10 @@ def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
 def _micro_batch(
     cells: Cells, per_rank: int, stages: int, seq: int, together: int
 ) -> int:
-    """Returns the samples per rank; a fraction counts per device.
+    """Returns the samples per rank. A fraction in the row is per device.
 
-    ``per_rank`` is the samples of a rank in a step, ``together`` the devices of a stage
-    that share a sample.
+    ``per_rank`` is the number of samples of a rank in a step. ``together`` is the
+    number of devices of a stage that share a sample.
     """
     given = cells.whole("micro_batch")
     stated = cells.number("micro_batch") or 1.0
@@ -470,7 +468,7 @@ def _micro_batch(
 MOST_ZERO = 3
 
 ROUND = 0.75
-"""Smallest ratio of a divisor to a given micro-batch that does not divide."""
+"""Smallest divisor that replaces an indivisible micro-batch, as a fraction of it."""
 
 
 def _chunks(
@@ -481,10 +479,10 @@ def _chunks(
     parts: int,
     unlike: bool,
 ) -> int:
-    """Returns the chunks of a stage; interleaving needs multiples of the stages."""
+    """Returns the chunks per stage; interleaving needs multiples of the stages."""
     given = cells.whole("vpp")
     if unlike and (given or 1) > 1:
-        cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")
+        cells.notes.append(f"vpp 1 (the row says {given}; mixed stages have one part)")
     if stages == 1 or unlike:
         return 1
     if given is not None:
@@ -494,7 +492,7 @@ def _chunks(
                 f"vpp {most} (the row says {given}; a stage has no more)"
             )
         return min(given, most)
-    # If they do not divide, the embedding and the head count as layers.
+    # If layers do not divide, the embedding and the head count as layers.
     places = sizes.layers if sizes.layers % stages == 0 else sizes.layers + 2
     layers, over = divmod(places, stages)
     chunks = 1
@@ -517,7 +515,7 @@ def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
 
 
 def _context(cells: Cells, tensor: int) -> int:
-    """Returns the ranks that share a sequence, possibly given without tensor ranks."""
+    """Returns the number of ranks that share a sequence, even without tensor ranks."""
     each = cells.number("micro_batch") or 1.0
     if cells.whole("cp") is None and each * tensor < 1:
         context = max(1, round(1 / (each * tensor)))
@@ -531,7 +529,6 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """Returns the remat policy, and whether the row's name for it is unknown."""
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:
@@ -576,7 +573,7 @@ def _precision(cells: Cells, source: Framework, device: CatalogueEntry) -> str:
 def _note_mix(
     cells: Cells, device: AliasedDevice, unlike: tuple[StageSpec, ...], count: int
 ) -> None:
-    """Replaces a mix whose stages the row omits by its slowest part."""
+    """Replaces mixed devices without stages in the row by the slowest kind."""
     cells.notes += notes_of(cells.text("notes"), unlike, count)
     if device.others and not unlike:
         cells.notes.append(
@@ -585,7 +582,7 @@ def _note_mix(
         )
 
 
-HOST = 8  # chips of a TPU's host; a slice of several hosts has more
+HOST = 8  # Chips per host of a TPU; a larger slice has several hosts.
 
 
 def _per_node(cells: Cells, device: CatalogueEntry, count: int) -> int:
@@ -602,11 +599,8 @@ def _per_node(cells: Cells, device: CatalogueEntry, count: int) -> int:
     return min(given, count)
 
 
-# Measurements.
-
-
 def measured_seconds(row: Mapping[str, str], run: PublishedRun) -> float | None:
-    """Returns a row's step time: stated, from tokens, or from FLOP/s; None without any.
+    """Returns a row's step time: as stated, or from tokens or FLOP/s; None without any.
 
     FLOP/s are counted as the framework does.
     """

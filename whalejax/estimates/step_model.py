@@ -1,11 +1,11 @@
 """Step time and memory of many runs at once, with given layouts.
 
-Everything is an array over the runs, so that a table needs one pass. A fit of the
-constants evaluates the same formulas that users get. The work of the runs comes from
-``workload``, the speed of devices from ``meshes.fitted_constants``, and the stages'
-waits from the schedule's rows.
+Everything is an array over the runs, so a table needs one pass. A fit of the constants
+evaluates the same formulas. ``workload`` has the work of the runs, and
+``meshes.fitted_constants`` the speed of devices. Simulated schedules give the waits of
+stages.
 
-The module is long because all terms of one step are computed from the same arrays.
+The module is long because all terms of a step are computed from the same arrays.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from whalejax.planner.pipeline.simulate import STEADY_AFTER, simulate
 
 Array = np.ndarray
 ALIGNED = 8
-"""Number of 16-bit elements that should divide a product's sizes for full speed."""
+"""Divisor of a product's sizes, in 16-bit elements, for full speed."""
 
 STATE_BYTES = 12
-"""Bytes of a parameter's master copy and Adam's moments, in float32."""
+"""Bytes of a parameter's float32 copy and Adam's moments."""
 
 CAST_AHEAD, CAST_BEHIND = 4, 8
-"""Bytes of a parameter's cast to 16 bits in every micro-batch, and of its gradient's
-cast back.
+"""Bytes of memory traffic per parameter for its cast to 16 bits in every micro-batch,
+and for the cast of its gradient to float32.
 
-They are the float32 sides of both, in addition to the products' operands; one of them
-is added to.
+They are the float32 sides of both casts; the 16-bit sides are products' operands. One
+of the float32 sides is added to.
 """
 
 CAST_BYTES = 2
-"""Bytes written for an 8-bit operand, plain and transposed, by the kernel before."""
+"""Bytes that a kernel writes for an 8-bit operand of the next product."""
 
 WEIGHT_BYTES = 2
 """Bytes of a parameter in computation and in gathers."""
@@ -74,17 +74,17 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predictions, one entry for each run.
+    """Predictions as arrays, with one entry per run.
 
     Attributes:
-        step_seconds: Time of the step.
-        compute_seconds: Products, memory traffic and tensor-parallel collectives of all
-            micro-batches on the slowest stage.
-        bubble_seconds: Waits of stages for each other.
-        exposed_seconds: Data-parallel collectives that nothing overlaps.
-        update_seconds: The optimizer's update.
-        layer_seconds: Duration of one layer and micro-batch, forward and backward.
-        peak_bytes: Memory of the fullest device.
+        step_seconds: Step time in seconds.
+        compute_seconds: Seconds of products, memory traffic and tensor-parallel
+            collectives of all micro-batches, on the slowest stage.
+        bubble_seconds: Seconds in which stages wait for each other.
+        exposed_seconds: Seconds of data-parallel collectives that do not overlap.
+        update_seconds: Seconds of the optimizer's update.
+        layer_seconds: Seconds of both passes of one layer and micro-batch.
+        peak_bytes: Memory of the fullest device in bytes.
     """
 
     step_seconds: Array
@@ -97,11 +97,11 @@ class Estimate:
 
 
 class Runs:
-    """The work of many runs, ready to be evaluated.
+    """Work of many runs, ready to be evaluated.
 
     Attributes:
         runs: Runs to evaluate.
-        stretch: For each run, its pipeline's time over that of only the slowest stage.
+        stretch: Step time of each run's pipeline, divided by that of its slowest stage.
     """
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
@@ -120,7 +120,7 @@ class Runs:
         self._parameters()
 
     def _like(self) -> Array:
-        """Returns each run's first run with equal micro-batches in every layer."""
+        """Returns the first run that has equal layers and micro-batches as each run."""
         result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
@@ -132,7 +132,7 @@ class Runs:
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
-        """Returns by how many halvings each product's operand rows miss alignment."""
+        """Returns how many halvings each product's rows are from alignment."""
         k, halvings = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
             size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
@@ -187,7 +187,7 @@ class Runs:
         )
 
     def _traffic(self) -> None:
-        """Computes bytes and steps of activations: (place, forward, level, run)."""
+        """Computes the bytes and steps of activations: (place, forward, level, run)."""
         count = len(self.runs)
         self.wire = np.zeros((3, 2, 2, count))
         self.beside = np.zeros((3, 2, 2, count))
@@ -271,8 +271,6 @@ class Runs:
     ) -> Array:
         return np.array([found(r, axes) for r in self.runs], dtype=float).T
 
-    # Evaluation.
-
     def shares(self, constants: Constants, name: str) -> Array:
         """Returns one constant of every run's platform."""
         known = [getattr(constants.platforms[p], name) for p in self._platforms]
@@ -280,7 +278,7 @@ class Runs:
         return shares
 
     def _efficiency(self, constants: Constants, dtype: str = "") -> Array:
-        """Returns the largest share of the peak in every run's type, or in another."""
+        """Returns the largest fraction of the peak, in every run's dtype or another."""
         known = [
             constants.efficiency_of(kind, dtype or speed).share
             for kind, speed in self._types
@@ -300,15 +298,14 @@ class Runs:
         return node
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns each kernel's forward and backward seconds over all repetitions."""
         k, run = self.kernels, self.kernels["run"]
         whole = self._efficiency(constants)
         half = self._efficiency(constants, "bf16")
-        # Attention's products stay in 16 bits if the others run in 8.
+        # Attention's products stay in 16 bits if other products run in 8.
         eight = self.eight[run]
         inside = k["product"] & k["scores"] & eight
         peak = np.where(inside, self.half_peak[run], self.peak[run])
-        # An attention kernel's speed is relative to the peak itself.
+        # The speed of an attention kernel is a fraction of the peak itself.
         most = np.where(inside, half[run], whole[run])
         rate = peak * np.where(k["attention"], 1.0, most)
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
@@ -322,7 +319,7 @@ class Runs:
         forward_share = forward_share * aligned
         backward_share = 0.5 * (left + right) * aligned
         longest = np.maximum(k["m"], k["n"])
-        # A device with too little power for its products has no more for these.
+        # A device whose power limits its products has no more power for kernels.
         kernel = (
             np.minimum(get["attention"], most)
             * get["attention_before"] ** self.behind[run]
@@ -356,7 +353,7 @@ class Runs:
         return forward * k["count"], backward * k["count"]
 
     def places(self, constants: Constants) -> tuple[Array, Array]:
-        """Returns forward and backward seconds of one micro-batch: (place, run)."""
+        """Returns forward and backward seconds of one micro-batch, (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
         again = self._recomputed_shares()
@@ -372,8 +369,8 @@ class Runs:
         ahead[LAYER] += cast * CAST_AHEAD
         behind[LAYER] += cast * CAST_BEHIND
         self._dispatch(ahead, behind, again, constants)
-        # Ranks wait for the slowest host, so exchanges add to the host's time as to the
-        # device's.
+        # Ranks wait for the slowest host, so exchanges add to the host's time as well
+        # as the device's.
         sent = self._wires(constants)
         return ahead + sent[0], behind + sent[1]
 
@@ -408,7 +405,7 @@ class Runs:
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
         number = np.bincount(run, weights=launches, minlength=len(self.runs))[self.like]
-        # If the hosts are the bottleneck, ranks wait for the slowest of them.
+        # If hosts limit the speed, ranks wait for the slowest host.
         host = number * self.shares(constants, "dispatch_seconds")
         late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
         host = np.where(self.compiled | ~self.gpu | self.profiled, 0.0, host + late)
@@ -419,12 +416,12 @@ class Runs:
         behind[LAYER] *= both / device
 
     def price(self, constants: Constants, *, settle: bool = True) -> Estimate:
-        """Predicts every run.
+        """Returns the predictions of all runs.
 
         Args:
-            constants: Rates that devices deliver.
-            settle: Whether to recompute the pipelines' waits; otherwise the previous
-                ones stay, which a fit uses between its rounds.
+            constants: Fitted speeds of devices.
+            settle: Whether to compute the waits of pipelines again; default: True. If
+                not, the previous waits are used, as between the rounds of a fit.
         """
         ahead, behind = self.places(constants)
         layers = self.mean_layers
@@ -510,13 +507,14 @@ class Runs:
         hidden = np.where(
             self.overlaps, self.shares(constants, "overlap_gradients"), 0.0
         )
-        # Reduced after the last micro-batch's backward and gathered before the first's
-        # forward: together one micro-batch's computation.
+        # The reduction follows the last micro-batch's backward pass, and the gather
+        # precedes the first one's forward pass. Both overlap with one micro-batch's
+        # computation.
         room = compute / self.parts * hidden
         exposed = np.maximum(gradients * (1 - hidden), gradients - room)
         exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
-        # Per micro-batch, shards are gathered twice and reduced once; between replicas
-        # of the shards, once per step.
+        # In each micro-batch, shards are gathered twice and reduced once; replicas of
+        # the shards exchange once per step.
         each = 2 * once(self.weights, SHARDS, sharded=False)
         each = each + once(self.gradient, SHARDS, sharded=False)
         rounds = np.where(self.frozen, 2.0, 3.0)
@@ -529,18 +527,17 @@ class Runs:
         return result
 
     def peak_bytes(self, constants: Constants) -> Array:
-        """Returns the memory of the fullest device."""
+        """Returns the memory of the fullest device in bytes."""
         total: Array = self._used_bytes + self.shares(constants, "reserve_bytes")
         return total
 
     @functools.cached_property
     def _used_bytes(self) -> Array:
-        """Memory of the fullest device that the program uses, in bytes."""
         result = []
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            # XLA's programs cast gradients to the type of the masters, float32.
+            # XLA's programs cast gradients to float32, the dtype of stored parameters.
             least = 4 if run.framework.xla else WEIGHT_BYTES
             gradient = max(least, run.framework.gradient_bytes)
             trained = not run.frozen
@@ -579,7 +576,7 @@ def pipeline_seconds(
     backward: Sequence[float],
     transfer: float,
 ) -> float:
-    """Returns a step's time in a pipeline, by its schedule's rows.
+    """Returns the step time of a pipeline, by its simulated schedule.
 
     Once every stage has a micro-batch, each further one takes the slowest stage's time.
     So only the rows up to that point are simulated.

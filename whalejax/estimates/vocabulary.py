@@ -1,6 +1,6 @@
-"""Words of tables for remat policies, types and sharding.
+"""Interprets the words of tables for remat policies, dtypes and sharding.
 
-People write one thing in many ways. Unknown words give a default or None.
+Tables have many words for one value. Unknown words give a default or None.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ GATED = (
     "palm maxtext-gps baichuan chatglm granite minicpm gpt-oss kimi"
 ).split()
 """Words in a model's name that imply a gated feed-forward, RMSNorm, and an output layer
-that is not the embedding."""
+that is not the embedding.
+"""
 
 ADAPTERS = ("lora", "qlora", "peft", "adapter")
-"""Words of a row which imply that the model's own parameters are not trained."""
+"""Words of a row that imply that the model's own parameters are not trained."""
 
 DOTS = (
     "dots minimal minimal_with_context minimal_flash minimal_offloaded dots_saveable "
@@ -40,10 +41,10 @@ POLICIES: Mapping[str, Remat] = {
 """Policies that save products, by their names in tables."""
 
 KNOWN_REMATS = ("none", "selective", "full", *POLICIES)
-"""Names of policies that a note on an unknown one lists."""
+"""Names of policies that a note on an unknown policy lists."""
 
 _BESIDE = frozenset("flash remat policy offload offloaded with".split()) | {""}
-"""Words that may accompany the name of a policy."""
+"""Words that may be next to the name of a policy."""
 
 _BY_LAYER = re.compile(r"selective\W*(layer\W*)?\d")
 
@@ -51,8 +52,9 @@ _COMPILED = frozenset("compiled compile torch.compile inductor xla jit".split())
 """Words for a compiled step."""
 
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
-"""Words for products at the rate of 8 bits, MXFP6 included. The time of block scales,
-as in MXFP8, is not counted."""
+"""Words for products in 8 bits, MXFP6 included. The time of block scales, as in MXFP8,
+does not count.
+"""
 
 FOUR = ("nvfp4", "mxfp4", "fp4", "float4", "e2m1")
 """Words for a precision in 4 bits."""
@@ -62,7 +64,7 @@ SIXTEEN = ("fp16", "f16", "float16", "half")
 
 
 def has(text: str, word: str) -> bool:
-    """Whether a word occurs in a text in lower case without adjacent letters.
+    """Returns whether a word occurs in a lower-case text without adjacent letters.
 
     >>> has("llama2_70b_lora", "lora"), has("model exploration", "lora")
     (True, False)
@@ -71,7 +73,7 @@ def has(text: str, word: str) -> bool:
 
 
 def degree(text: str) -> int:
-    """Returns the integer of a cell, at least 1; 1 for other text."""
+    """Returns the integer of a cell, at least 1; 1 if it is not an integer."""
     try:
         return max(1, int(float(text)))
     except (ValueError, OverflowError):
@@ -79,7 +81,7 @@ def degree(text: str) -> int:
 
 
 def yes(text: str) -> bool:
-    """Whether a cell means yes: any text but a word for no or a degree of 1.
+    """Returns whether a cell means yes: any text but words for no and a degree of 1.
 
     >>> [yes(text) for text in ("on", "8", "True", "none", "1.0", "-")]
     [True, True, True, False, False, False]
@@ -89,7 +91,7 @@ def yes(text: str) -> bool:
 
 
 def is_bool_or_number(text: str) -> bool:
-    """Whether a cell is a word for yes or no, or a number.
+    """Returns whether a cell is a word for yes or no, or a number.
 
     >>> [is_bool_or_number(text) for text in ("on", "8", "None", "maybe")]
     [True, True, True, False]
@@ -103,11 +105,11 @@ _RECOMPUTES = re.compile("recompu|checkpoint|remat|selective|full")
 
 
 def remat(text: str, selective: Remat) -> Remat | None:
-    """Returns the recomputation policy that a name means, or None for unknown names.
+    """Returns the remat policy that a name means; None for unknown names.
 
     Args:
         text: Text of the cell, in lower case.
-        selective: Meaning of "selective" in the framework.
+        selective: Policy that the framework calls "selective".
 
     >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
     ('full', 'save_qkv_proj')
@@ -125,7 +127,7 @@ def remat(text: str, selective: Remat) -> Remat | None:
     if len(words) == 1 and (policy := POLICIES.get(*words)) is not None:
         return policy
     if "selective" in text:
-        # A number after it is TorchTitan's: every so many layers are recomputed.
+        # A number after it is TorchTitan's, which recomputes every so many layers.
         return None if _BY_LAYER.search(text) else selective
     if text in YES or has(text, "full") or "checkpointing" in text:
         return "full"
@@ -133,7 +135,7 @@ def remat(text: str, selective: Remat) -> Remat | None:
 
 
 def compiled(text: str) -> bool | None:
-    """Returns whether a step is compiled; None if the words tell neither.
+    """Returns whether a step is compiled; None if the text does not say.
 
     >>> [compiled(text) for text in ("compiled", "torch.compile", "eager", "no", "x")]
     [True, True, False, False, None]
@@ -145,7 +147,7 @@ def compiled(text: str) -> bool | None:
 
 
 def precision(text: str) -> str:
-    """Returns the type of products for a text in lower case; bf16 for unknown words.
+    """Returns the dtype of products for a lower-case text; ``bf16`` for unknown words.
 
     >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
     ['bf16', 'f16', 'f8', 'f32']

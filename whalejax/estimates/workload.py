@@ -1,10 +1,9 @@
 """Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
 
-The run's layout converts the rows and flows of the decoder's graph into kernels (sizes
-and bytes on one device) and traffic (bytes on the wire by link). This module has no
-hardware constants, so the work is computed once and evaluated as often as a fit needs.
-``step_model`` computes the time of many runs at once, so parameters on their devices
-are arrays.
+The run's layout turns the rows and flows of the decoder's graph into kernels (sizes and
+bytes on one device) and traffic (bytes on the wire by link). The module has no hardware
+constants, so a fit computes the work once and evaluates it many times. ``step_model``
+computes the time of many runs at once, so it takes parameters as arrays.
 """
 
 from __future__ import annotations
@@ -55,19 +54,20 @@ COPIES: Axes = ("context", "fsdp", "data")
 SHARDS: Axes = ("context", "fsdp")
 REPLICAS: Axes = ("data",)
 GROUPS = (COPIES, SHARDS, REPLICAS)
-"""Axes over which parameters are replicated, over which ZeRO-3 shards them, and over
-which these shards are replicated."""
+"""Axes over which parameters are replicated, axes over which ZeRO-3 shards them, and
+axes over which these shards are replicated.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameters:
-    """One kind of parameters on every run's device, as used in computation.
+    """One kind of parameters on a device of every run, as the computation uses them.
 
     Attributes:
         params: Number of parameters.
-        copies: Number of devices that compute with the same ones.
-        shards: Number of ZeRO-3 shards of these.
-        levels: Number of devices per node, and of nodes, by axes.
+        copies: Number of devices that compute with the same parameters.
+        shards: Number of ZeRO-3 shards of these parameters.
+        levels: (Devices per node, nodes) by axes.
     """
 
     params: Array
@@ -85,7 +85,7 @@ class HeldParameters:
 def link_waits(
     found: CatalogueEntry,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns (base, hop) seconds inside a node or torus, and between them."""
+    """Returns (base, hop) seconds inside a node or torus, and between these."""
     inner = found.torus.link if found.torus is not None else found.node
     outer = found.network or inner
     assert inner is not None and outer is not None
@@ -96,16 +96,18 @@ def link_waits(
 
 
 EMBED, LAYER, HEAD = 0, 1, 2
-"""Parts of a decoder: before its layers, one layer, and after them."""
+"""Parts of a decoder: before its layers, one layer, and after the layers."""
 
 VIEW_PASSES = 5
-"""Passes over the gradient of a view that was written into, in PyTorch. The gradient is
+"""Passes of PyTorch over the gradient of a view that was written into. The gradient is
 copied to the base's layout; the view's part is cloned, filled in a separate copy (two
-passes), and copied back."""
+passes), and copied back.
+"""
 
 UNFUSED_LOGIT_BYTES = 20
-"""Bytes for each logit, in float32, if the loss is not one fused kernel: the logits, a
-copy shifted by a token, their log-probabilities, and the cotangents of the last two."""
+"""Bytes per logit, in float32, if the loss is not one fused kernel: the logits, a copy
+shifted by a token, their log-probabilities, and the cotangents of the last two.
+"""
 
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
 _PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
@@ -117,15 +119,15 @@ class Kernel:
 
     Attributes:
         place: ``EMBED``, ``LAYER`` (the work of one layer) or ``HEAD``.
-        m, k, n, batch: Sizes of the product; 1 without one.
+        m, k, n, batch: Sizes of the product; 1 without a product.
         product: Whether the operations are products.
-        share: Part of the product that is computed.
-        forward_bytes, backward_bytes: Memory traffic of each pass.
+        share: Fraction of the product that is computed.
+        forward_bytes, backward_bytes: Memory traffic of each pass in bytes.
         gradients: Number of products, or passes, of the backward pass.
         count: Number of equal operations.
-        attention: Whether it is in a fused attention kernel.
-        scores: Whether it belongs to attention's scores, without weights.
-        weight: Whether it reads a parameter.
+        attention: Whether the operations are in a fused attention kernel.
+        scores: Whether the operations belong to attention's scores, without weights.
+        weight: Whether the operations read a parameter.
         part: Index of the layer's product in ``PRODUCTS``, or -1.
     """
 
@@ -164,8 +166,8 @@ class MicroBatchWork:
 
     Attributes:
         kernels, traffic: Kernels and collectives of the micro-batch.
-        saved_bytes: Bytes of saved activations of one layer, by remat policy.
-        head_bytes: Largest temporaries around the loss.
+        saved_bytes: Bytes of one layer's saved activations, by remat policy.
+        head_bytes: Bytes of the largest temporaries around the loss.
     """
 
     kernels: tuple[Kernel, ...]
@@ -202,8 +204,8 @@ def _profile() -> Cluster:
 
 
 def work_of(run: PublishedRun) -> MicroBatchWork:
-    """Returns the work of a run."""
-    # Layers are equal, so two suffice; the trip count is divided out.
+    """Returns the work and memory of one micro-batch of a run."""
+    # Layers are equal, so the graph has two; their number is divided out.
     sizes = dataclasses.replace(run.sizes, layers=2)
     return _work(
         sizes,
@@ -276,7 +278,7 @@ def _work(
 def _gathered_behind(
     one: Collective, others: Sequence[Collective], s: CostSetting
 ) -> float:
-    """Returns the number of shards of an all-to-all's value; else 1.
+    """Returns the number of shards of an all-to-all's value; 1 for other collectives.
 
     Frameworks exchange the shards; a compiler would gather them first.
     """
@@ -354,10 +356,10 @@ def _kernel(
     if row.kind == IN_PLACE:
         backward = forward * VIEW_PASSES
     elif row.kind == SOFTMAX:
-        # Gradients are computed from its results, which are read again.
+        # Gradients are computed from the results, which are read again.
         backward += forward
     elif row.kind == DROPOUT:
-        # A dropout mask is a byte per element, written and read.
+        # A dropout mask has one byte per element, written and read.
         mask = forward / 2 / row.results[0].itemsize_bytes
         forward, backward = forward + mask, backward + mask
     product = row.product
@@ -394,10 +396,10 @@ def _saved(
     sample_bytes: int,
     widened: int,
 ) -> dict[Remat, float]:
-    """Returns the saved activations of a layer under each policy.
+    """Returns the bytes of a layer's saved activations under each policy.
 
-    ``sample_bytes`` is one element of all samples of a micro-batch; ``widened``, how
-    many times wider the residual stream's elements are.
+    ``sample_bytes`` has the bytes of one element of all samples of a micro-batch.
+    ``widened`` says how many times wider the elements of the residual stream are.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
@@ -450,8 +452,8 @@ def _eager_bytes(
 ) -> float:
     """Returns the bytes that a gated layer saves in addition without fused kernels.
 
-    Each of two RMSNorms saves four more bytes per element (its input in float32 instead
-    of 16 bits, and the normalized input). A gate saves two more of its four values,
+    Each of two RMSNorms saves four more bytes per element: its input in float32 instead
+    of 16 bits, and the normalized input. A gate saves two more of its four values,
     which a fused kernel recomputes.
     """
     if not (sizes.eager and sizes.gated):
@@ -481,7 +483,7 @@ def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...
 
 
 def _is_scores(sizes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether sizes are those of scores: sample, group, head, query, key."""
+    """Returns whether sizes are those of scores: sample, group, head, query, key."""
     return len(sizes) == 5 and sizes[3] == sizes[4] != ()
 
 
@@ -493,10 +495,10 @@ def wires(
     Args:
         kind: Kind of collective.
         payload_bytes: Bytes of the payload, as in ``collectives``.
-        sizes: Number of participating devices inside a node, and of nodes.
+        sizes: Number of participating devices inside a node, and number of nodes.
 
     Returns:
-        (bytes, steps) for the two levels.
+        (Bytes, steps) inside a node, and (bytes, steps) between nodes.
     """
     rounds = 2 if kind == "all-reduce" else 1
     result = []
@@ -511,10 +513,10 @@ def wires(
 
 
 def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the number of some axes' devices in a node, and of their nodes.
+    """Returns how many devices of some axes are in a node, and how many nodes they use.
 
-    Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
-    of these), then pipeline stages.
+    Tensor ranks are neighbours, then context ranks, then data ranks, then pipeline
+    stages. Experts are on some of the data ranks.
     """
     sizes = {
         "tensor": run.tensor,
@@ -533,14 +535,14 @@ def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Returns ``levels_of`` for the devices along some axes with the same experts.
+    """Returns ``levels_of`` for the devices along some axes that have the same experts.
 
     Args:
         run: The run.
         axes: Some of ``context``, ``fsdp`` and ``data``, as for other parameters.
     """
     inside, nodes = levels_of(run, axes)
-    # Ranks with other experts are between them: those along fsdp first, then others.
+    # Ranks with other experts are between them, along fsdp first.
     unlike = run.expert if "fsdp" in axes else max(1, run.expert // run.fsdp)
     return _split(max(1, inside * nodes // unlike), -(-inside // unlike))
 
@@ -553,7 +555,7 @@ def _split(total: int, fits: int) -> tuple[int, int]:
 
 
 def arrays(kernels: list[tuple[int, Kernel]]) -> dict[str, np.ndarray]:
-    """Returns kernels of many runs as columns; ``run`` has the index of the run."""
+    """Returns the kernels of many runs as columns; ``run`` has the index of the run."""
     names = [f.name for f in dataclasses.fields(Kernel)]
     result = {"run": np.array([i for i, _ in kernels], dtype=int)}
     for name in names:

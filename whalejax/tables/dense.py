@@ -1,4 +1,4 @@
-"""The loss without its lookups, as a separate loss and model.
+"""The loss without its lookups, as a loss and a model of its own.
 
 Its trained leaves are the parameters that are not tables, by their paths. Its batch has
 the looked-up vectors in addition to the user's batch, and a step returns their
@@ -36,8 +36,8 @@ OLD_PREFIXES: Final = ("dense.", "rest.")
 def lookup_axes(plan: Plan) -> dict[str, int]:
     """Returns the mesh axes that divide lookups and tables, with their sizes.
 
-    These are all axes of several devices; that of pipeline stages comes last. If each
-    stage has its own axes, or no axis has several devices, it is one ``data`` axis.
+    They are all axes of size above 1; the axis of pipeline stages comes last. If each
+    stage has axes of its own, or no axis is above 1, the result is one axis ``data``.
 
     Args:
         plan: Plan of the dense part.
@@ -55,11 +55,11 @@ def dense_params(
 ) -> dict[str, Any]:
     """Returns the trained leaves that are not tables, by their paths.
 
-    Without any, it returns the placeholder ``UNUSED``.
+    If all leaves are tables, it returns the placeholder ``UNUSED``.
 
     Args:
         adapter: The model.
-        program: Loss of the model.
+        program: Loss of the model, cut at its lookups.
         params: Trained leaves, in the structure of ``adapter.params``.
     """
     leaves = zip(adapter.param_paths, jax.tree.leaves(params), strict=True)
@@ -82,8 +82,8 @@ def dense_batch(program: TableProgram, batch: Any) -> dict[str, Any]:
     """Returns the abstract batch of the dense part.
 
     Args:
-        program: Loss of the model, cut at the lookups.
-        batch: Global batch, abstract.
+        program: Loss of the model, cut at its lookups.
+        batch: Abstract global batch.
     """
     vectors = [
         jax.ShapeDtypeStruct(one.vectors_shape, one.dtype) for one in program.lookups
@@ -96,8 +96,8 @@ def dense_adapter(adapter: Adapter, program: TableProgram, batch: Any) -> Adapte
 
     Args:
         adapter: The model, without values.
-        program: Loss of the model, cut at the lookups.
-        batch: Global batch, abstract.
+        program: Loss of the model, cut at its lookups.
+        batch: Abstract global batch.
     """
     params = dense_params(adapter, program, adapter.params)
     rest = by_path(adapter.rest_paths, adapter.rest)
@@ -134,7 +134,7 @@ def dense_adapter(adapter: Adapter, program: TableProgram, batch: Any) -> Adapte
 
 
 class DenseForm:
-    """Form of the dense part: parameters and other leaves by their paths.
+    """Form of the dense part: its parameters and other leaves, by their paths.
 
     Attributes:
         frozen: Paths of the model's weights that are not trained.
@@ -165,9 +165,9 @@ class DenseForm:
 
 
 class DenseLoss:
-    """The loss of the dense part, for batches of any number of samples.
+    """Loss of the dense part, for batches of any number of samples.
 
-    The user's loss is traced and cut at its lookups once for each shape.
+    The user's loss is traced and cut at its lookups once per shape of the batch.
     """
 
     def __init__(self, adapter: Adapter, program: TableProgram) -> None:
@@ -209,8 +209,8 @@ class DenseLoss:
             found = cut_program(self._adapter, avals)
             if lookup_forms(found) != lookup_forms(self._program):
                 raise PlanError(
-                    "the loss looks up other tables, or other numbers of rows for a "
-                    "sample, with another number of samples. Look the same rows up for "
+                    "with another number of samples, the loss looks up other tables, "
+                    "or other numbers of rows per sample. Look up the same rows for "
                     "each sample, or plan with num_micro_batches=1"
                 )
             self._cut[text] = found
@@ -218,10 +218,10 @@ class DenseLoss:
 
 
 def lookup_forms(program: TableProgram) -> list[tuple[Any, ...]]:
-    """Returns the properties of lookups that do not depend on the number of samples.
+    """Returns the properties of lookups that are equal for any number of samples.
 
     Args:
-        program: Loss, cut at its lookups.
+        program: Loss of the model, cut at its lookups.
     """
     return [
         (one.param, one.shape[1:], one.pooled, one.vectors_shape[1:])

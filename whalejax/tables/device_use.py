@@ -21,7 +21,7 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
 _ONCE: Final = "update"
-"""Phase of collectives that a step executes once, for all its micro-batches."""
+"""Phase of collectives that run once per step, for all micro-batches."""
 
 TABLE_CONTENTS: Final = ("ids", "rows", "row gradients")
 """Contents of the collectives of tables."""
@@ -29,16 +29,16 @@ TABLE_CONTENTS: Final = ("ids", "rows", "row gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """Memory and traffic of tables on each device that computes the dense part.
+    """Memory and traffic of tables on each device of the dense part.
 
     Attributes:
-        stored_bytes: Bytes of rows and their optimizer state on a device; every device
-            has as many as the fullest.
-        host_bytes: Bytes of rows and their state in host memory, for each device.
-        vectors_bytes: Bytes of looked-up vectors that the dense part of a device reads.
-        exchange_bytes: Peak bytes of temporaries while rows are looked up or updated:
-            gradients of vectors, exchanged data, and its copies.
-        collectives: Collectives of a step that move ids, rows and gradients.
+        stored_bytes: Bytes of rows and their optimizer state on a device; all devices
+            have as many as the fullest.
+        host_bytes: Bytes of rows and their state in host memory, per device.
+        vectors_bytes: Bytes of looked-up vectors that one device's dense part reads.
+        exchange_bytes: Peak bytes of temporaries of lookups and updates: gradients of
+            vectors, exchanged data, and its copies.
+        collectives: Collectives of a step that transfer ids, rows and gradients.
     """
 
     stored_bytes: int = 0
@@ -50,8 +50,8 @@ class DeviceUse:
     def added_to(self, plan: Plan) -> Plan:
         """Returns the plan of the dense part with the memory and traffic of tables.
 
-        Lookups and updates come before and after the dense part, so that only the
-        larger of the temporaries counts.
+        Lookups come before the dense part and updates after it, so only the larger of
+        both parts' temporaries counts.
 
         Args:
             plan: Plan of the dense part.
@@ -63,7 +63,7 @@ class DeviceUse:
         )
 
     def taken_from(self, plan: Plan) -> Plan:
-        """Returns the plan of the dense part: the inverse of ``added_to``.
+        """Returns the plan of the dense part, as before ``added_to``.
 
         Args:
             plan: Plan with the memory and traffic of tables.
@@ -80,10 +80,10 @@ class DeviceUse:
         return dataclasses.replace(plan, memory=dense, collectives=tuple(kept))
 
     def memory_with(self, dense: MemoryTerms) -> MemoryTerms:
-        """Returns the memory of a step, from that of the dense part.
+        """Returns the memory of a step, from the memory of the dense part.
 
-        Vectors are in the dense part's batch, but each step computes them; updates
-        need only their gradients.
+        Vectors are in the dense part's batch, but each step computes them. Updates need
+        only their gradients.
 
         Args:
             dense: Memory of the dense part.
@@ -147,10 +147,9 @@ def predict_device_use(
 
 
 def _read_vectors(dense: Plan, number: int) -> tuple[int, tuple[str, ...]]:
-    """Returns the bytes of a lookup's vectors that a device reads.
+    """Returns (bytes of a lookup's vectors on a device, axes that do not divide them).
 
-    The second result is the axes whose devices read the same vectors. ``number`` is the
-    index of the vectors in the dense part's batch.
+    ``number`` is the index of the vectors in the dense part's batch.
     """
     leaf, sizes = dense.batch[number], dense.axis_sizes
     divided = {axis for axes in leaf.spec for axis in axes}
@@ -180,7 +179,7 @@ def _own_vectors(layout: TableLayout, lookups: Sequence[Lookup]) -> int:
 def _peak_elements(
     layout: TableLayout, lookups: Sequence[Lookup], optimizer: SparseOptimizer
 ) -> int:
-    """Returns the peak number of vector elements that a lookup or an update needs.
+    """Returns the largest number of vector elements that a lookup or an update needs.
 
     An update needs the gradient of each received row, its sum, and the old and new
     values of the row's state.
@@ -189,7 +188,7 @@ def _peak_elements(
     own = samples // layout.ranks
     exchanged = samples * layout.vector_elements
     exchanged += layout.ranks * (layout.block_elements(1) + layout.request_elements)
-    # Within a node, vectors of all its samples; between nodes, the sums.
+    # A node exchanges vectors of all its samples inside it, and sums with other nodes.
     exchanged += (samples + samples // layout.per_node) * layout.node_elements
     by_id = sum(own * one.num_ids * one.width for one in lookups)
     looked_up = 2 * exchanged + sum(
@@ -221,8 +220,8 @@ def _collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of a step that exchange ids, rows and gradients.
 
-    ``whole`` has the rows and columns of each replicated table; ``mesh`` its axes,
-    outermost first.
+    ``whole`` has (rows, columns) of each replicated table. ``mesh`` has the tables'
+    axes, outermost first.
     """
     if layout.ranks == 1:
         return

@@ -1,9 +1,10 @@
-"""Tables whose distinct rows are sent to each rank only once.
+"""Tables of which each rank receives every distinct row once.
 
-A rank asks every owner for the distinct rows that its samples read there, and finds its
-vectors among the received rows. Backward it first sums its gradients by row. The
-exchange has a fixed capacity in rows. A batch with more distinct rows runs another
-program, which exchanges vectors by sample. Sums are made in one fixed order.
+A rank requests from every owner the distinct rows that its samples read there, and
+takes its vectors from the received rows. In the backward pass it first sums its
+gradients by row. The exchange has a fixed capacity in rows. A batch with more distinct
+rows runs another program, which exchanges vectors by sample. Sums are made in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from whalejax.tables.layout import BufferKey, DistinctTable, TableLayout
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """Position of each id's row of one buffer among the rows that a rank asks for.
+    """Position of each id's row among the rows that a rank requests of one buffer.
 
     Attributes:
-        owner: Rank that has the row, ``int32[ids]``; the number of ranks if an id has
-            no row.
-        place: Index of the row among those that are asked of that rank.
-        order: The ids sorted by owner and row.
-        segment: Index of the distinct row of each id in that order.
+        owner: Rank that stores the row, ``int32[ids]``; the number of ranks if an id
+            has no row.
+        place: Index of the row among those that are requested from that rank.
+        order: Indices that sort the ids by owner and row.
+        segment: Index of each sorted id's distinct row.
     """
 
     owner: Any
@@ -45,10 +46,10 @@ class RowRequests:
 def request_rows(
     layout: TableLayout, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, dict[BufferKey, RowRequests]]:
-    """Returns rows that a rank asks of each rank, and the positions of ids among them.
+    """Returns the rows that a rank requests, and the positions of ids among them.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         names: Name of the table of each lookup.
         ids: This rank's ids of each lookup, ``int32[samples, ids]``.
     """
@@ -68,10 +69,10 @@ def request_rows(
 def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any]) -> Any:
     """Returns the largest number of distinct rows between two ranks, over the capacity.
 
-    Above 1, a rank needs more rows from another than the exchange has room for.
+    Above 1, a rank needs more rows from another rank than the exchange can carry.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         names: Name of the table of each lookup.
         ids: Ids of each lookup of the global batch, ``int32[samples, ids]``.
     """
@@ -90,11 +91,11 @@ def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any])
 
 
 def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
-    """Returns rows of this rank's buffers that others ask for, ``int32[ranks, rows]``.
+    """Returns the rows that other ranks request here, ``int32[ranks, rows]`` by buffer.
 
     Args:
-        layout: Buffers and the room for requests.
-        received: Requests that ``request_rows`` of each rank sent here.
+        layout: Buffers and the capacity for requests.
+        received: Requests that each rank sent here, from ``request_rows``.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():
@@ -106,10 +107,10 @@ def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
 def asked_rows(
     layout: TableLayout, buffers: Mapping[Any, Any], asked: Mapping[BufferKey, Any]
 ) -> Any:
-    """Returns the requested rows, ``[ranks, elements]``.
+    """Returns the values of the requested rows, ``[ranks, elements]``.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         buffers: This rank's buffers.
         asked: Result of ``asked_of``.
     """
@@ -126,12 +127,12 @@ def asked_rows(
 def rows_of_ids(
     layout: TableLayout, requests: Mapping[BufferKey, RowRequests], received: Any
 ) -> dict[BufferKey, Any]:
-    """Returns by buffer the row of each id, ``[ids, columns]``; zeros if it has none.
+    """Returns the row of each id by buffer, ``[ids, columns]``; zeros if it has none.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         requests: Result of ``request_rows``.
-        received: Rows that ``asked_rows`` of each rank sent here.
+        received: Rows that each rank sent here, from ``asked_rows``.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():
@@ -149,13 +150,13 @@ def sums_of_rows(
     gradients: Mapping[BufferKey, Any],
     dtype: Any,
 ) -> Any:
-    """Returns gradients summed by row, ``[ranks, elements]``.
+    """Returns gradients that are summed by row, ``[ranks, elements]``.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         requests: Result of ``request_rows``.
         gradients: Gradient of the row of each id, ``[ids, columns]``.
-        dtype: Element type of the exchange.
+        dtype: Dtype of the exchange.
     """
     sent = [jnp.zeros((layout.ranks, 0), dtype)]
     for key, room in layout.requests.items():
@@ -176,14 +177,14 @@ def sums_of_rows(
 def asked_gradients(
     layout: TableLayout, asked: Mapping[BufferKey, Any], received: Any
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """Returns by buffer the indices of requested rows, and their gradients.
+    """Returns (indices of requested rows, their gradients) by buffer.
 
-    Unused requests have the buffer's number of rows as index.
+    Unused requests have the number of the buffer's rows as index.
 
     Args:
-        layout: Buffers and the room for requests.
+        layout: Buffers and the capacity for requests.
         asked: Result of ``asked_of``.
-        received: Sums that ``sums_of_rows`` of each rank sent here.
+        received: Sums that each rank sent here, from ``sums_of_rows``.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():
@@ -231,7 +232,6 @@ def _owner(table: DistinctTable, ids: Any, ranks: int) -> tuple[Any, Any]:
 
 
 def _distinct(ranks: int, owner: Any, row: Any) -> RowRequests:
-    """Numbers the distinct rows of each owner in their order."""
     order = jnp.lexsort((row, owner))
     owners, rows = owner[order], row[order]
     first = jnp.ones((1,), bool)

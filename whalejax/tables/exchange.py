@@ -1,10 +1,9 @@
-"""Lookups and updates of rows on the ranks that hold them.
+"""Lookups and updates of rows on the ranks that store them.
 
-Each function runs on one rank inside ``shard_map``. A step has one all-to-all of ids,
-one of vectors and, backward, one of their gradients, for any number of tables. Rows
-that a node holds jointly are summed there first. A second all-to-all, only between
-nodes, sends the sums to their samples. Only the buffers and their state have the size
-of a table.
+Each function runs on one rank, inside ``shard_map``. For any number of tables, a step
+has one all-to-all of ids, one of vectors and one of their gradients. Rows that a node
+stores jointly are first summed inside the node. A second all-to-all between nodes sends
+the sums to their samples. Only the buffers and their state have the size of a table.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 def exchange_ids(
     layout: TableLayout, ids: Any, asked: Any, axes: tuple[str, ...]
 ) -> tuple[Any, Any]:
-    """Sends the ids of this rank's samples to the ranks that hold their rows.
+    """Sends the ids of this rank's samples to the ranks that store their rows.
 
     Args:
-        layout: Buffers and columns.
-        ids: ``int32[samples / ranks, ids]``, of all lookups, concatenated.
-        asked: Rows that are asked of each rank, ``int32[ranks, rows]``.
+        layout: Layout of the buffers.
+        ids: Ids of all lookups, concatenated, ``int32[samples / ranks, ids]``.
+        asked: Rows that are requested from each rank, ``int32[ranks, rows]``.
         axes: Mesh axes along which the ranks are numbered.
 
     Returns:
-        ``int32[samples, columns]``, the ids that this rank looks up for all samples,
-        and ``int32[ranks, rows]``, the rows that each rank asks of it.
+        Ids that this rank looks up for all samples, ``int32[samples, columns]``, and
+        rows that each rank requests from it, ``int32[ranks, rows]``.
     """
     if not layout.id_columns and not asked.shape[1]:
         return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype), asked
@@ -58,19 +57,19 @@ def give_vectors(
     asked: Any,
     axes: tuple[str, ...],
 ) -> tuple[Any, Any, Any]:
-    """Looks rows up and sends the vectors to the samples that need them.
+    """Looks up rows, and sends the vectors to the samples that need them.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         buffers: This rank's buffers.
         ids: Result of ``exchange_ids``.
-        asked: Rows that each rank asked for, ``[ranks, elements]``.
+        asked: Values of the rows that each rank requested, ``[ranks, elements]``.
         axes: Mesh axes along which the ranks are numbered.
 
     Returns:
-        ``[ranks, samples / ranks, elements]``, the vectors of each rank for these
-        samples; ``[ranks, elements]``, the rows of shards that each rank sent
-        completely; and the same for the requested rows.
+        Three arrays: vectors from each rank for this rank's samples, ``[ranks, samples
+        / ranks, elements]``; rows of shards that each rank sent in full, ``[ranks,
+        elements]``; and rows that this rank requested, ``[ranks, elements]``.
     """
     rank, ranks = jax.lax.axis_index(axes), layout.ranks
     own = layout.widths_in(nodes=False)
@@ -91,16 +90,16 @@ def give_vectors(
 def give_node_vectors(
     layout: TableLayout, buffers: Mapping[Any, Any], ids: Any, axes: tuple[str, ...]
 ) -> Any:
-    """Returns vectors of rows that nodes hold jointly, for this rank's samples.
+    """Returns this rank's vectors from rows that nodes store jointly.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         buffers: This rank's buffers.
         ids: Result of ``exchange_ids``.
-        axes: Two mesh axes: nodes, and the ranks of a node.
+        axes: Two mesh axes: over nodes, and over the ranks of a node.
 
     Returns:
-        ``[nodes, samples / ranks, elements]``: the vectors of each node.
+        Vectors from each node, ``[nodes, samples / ranks, elements]``.
     """
     rank, own = jax.lax.axis_index(axes), layout.widths_in(nodes=True)
     parts = look_up_rows(own, buffers, ids, rank)
@@ -113,13 +112,13 @@ def give_node_vectors(
 def return_node_gradients(
     layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
 ) -> Any:
-    """Sends gradients of nodes' vectors to each rank there, ``[samples, elements]``.
+    """Sends the gradients of nodes' vectors to their ranks, ``[samples, elements]``.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
-        axes: Two mesh axes: nodes, and the ranks of a node.
-        dtype: Element type of the exchange.
+        axes: Two mesh axes: over nodes, and over the ranks of a node.
+        dtype: Dtype of the exchange.
     """
     sent = pack_gradients(layout, gradients, dtype, by_node=True)
     received = jax.lax.all_to_all(sent, axes[0], 0, 0)
@@ -139,7 +138,7 @@ def look_up_rows(
     Args:
         widths: Layout of each buffer.
         buffers: The rank's buffers.
-        ids: Ids that it looks up, ``int32[samples, columns]``.
+        ids: Ids that the rank looks up, ``int32[samples, columns]``.
         rank: Index of the rank in the layouts.
     """
     dtype, given = _dtype(buffers), []
@@ -161,11 +160,11 @@ def assemble(
     """Returns the vectors of one lookup for this rank's samples.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         number: Index of the lookup.
         lookup: The lookup.
         received: Result of ``give_vectors``.
-        by_node: Result of ``give_node_vectors``, or None.
+        by_node: Result of ``give_node_vectors``; default: None.
     """
     samples = received.shape[1]
     parts: dict[tuple[int, int], Any] = {}
@@ -189,20 +188,20 @@ def return_gradients(
     axes: tuple[str, ...],
     dtype: Any,
 ) -> tuple[Any, Any, Any]:
-    """Sends gradients of vectors to the ranks that hold their rows.
+    """Sends the gradients of vectors to the ranks that store their rows.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
-        sums: Sums of each table that was sent completely, as for ``pack_sums``.
-        asked: Gradients of the rows that this rank asked for, ``[ranks, elements]``.
+        sums: Sums of each table that was sent in full, as for ``pack_sums``.
+        asked: Gradients of the rows that this rank requested, ``[ranks, elements]``.
         axes: Mesh axes along which the ranks are numbered.
-        dtype: Element type of the exchange.
+        dtype: Dtype of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank sent; ``[ranks,
-        elements]`` for the rows of shards that it sent completely; and the same for
-        the rows requested of it.
+        Three arrays of gradients: of the vectors that this rank sent, ``[samples,
+        elements]``; of the rows of shards that it sent in full, ``[ranks, elements]``;
+        and of the rows that were requested from it, ``[ranks, elements]``.
     """
     packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
     samples = packed.shape[1]
@@ -221,13 +220,13 @@ def pack_gradients(
     """Packs gradients of vectors by the rank or node that receives them.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         gradients: Gradient of each lookup's vectors, for some samples.
-        dtype: Element type of the exchange.
-        by_node: Pack those of nodes instead of those of ranks.
+        dtype: Dtype of the exchange.
+        by_node: Whether to pack gradients for nodes instead of ranks; default: False.
 
     Returns:
-        ``[ranks or nodes, samples, elements]``.
+        Gradients, ``[ranks or nodes, samples, elements]``.
     """
     samples = gradients[0].shape[0]
     count = layout.ranks // layout.per_node if by_node else layout.ranks
@@ -271,11 +270,11 @@ def update_buffers(
         widths: Layout of each buffer.
         optimizer: Update rule of rows.
         buffers, states: The rank's buffers and their state.
-        ids: Ids that it looked up, ``int32[samples, columns]``.
-        gradients: Gradients of the vectors that it sent, ``[samples, elements]``.
+        ids: Ids that the rank looked up, ``int32[samples, columns]``.
+        gradients: Gradients of the vectors that the rank sent, ``[samples, elements]``.
         step: Number of steps before this one.
         rank: Index of the rank in the layouts.
-        more: Additional rows of each buffer, and their gradients.
+        more: (Indices, gradients) of further rows by buffer; default: none.
     """
     new_buffers: dict[Any, Any] = {}
     new_states: dict[Any, RowState] = {}
@@ -309,16 +308,16 @@ def update_rows(
 ) -> tuple[Any, RowState]:
     """Updates rows of one array; a repeated row is updated once.
 
-    Gradients of a row are summed in the order in which they are given.
+    Gradients of a row are summed in the given order.
 
     Args:
         optimizer: Update rule of rows.
-        table: ``[rows, width]``.
+        table: Array of rows, ``[rows, width]``.
         state: State arrays of as many rows.
-        places: Row of each gradient; the number of rows for none.
-        gradients: ``[gradients, width]``.
+        places: Row index of each gradient; the number of rows stands for none.
+        gradients: Gradients of rows, ``[gradients, width]``.
         step: Number of steps before this one.
-        on_host: Whether the table and its state are in host memory.
+        on_host: Whether the table and its state are in host memory; default: False.
     """
     rows = table.shape[0]
     order = jnp.argsort(places, stable=True)
@@ -350,7 +349,7 @@ def look_up_replicated(table: Any, lookup: Lookup, ids: Any) -> Any:
     Args:
         table: The table.
         lookup: The lookup.
-        ids: ``int32[samples / ranks, ids]``.
+        ids: Ids of this rank's samples, ``int32[samples / ranks, ids]``.
     """
     place = jnp.where(ids >= 0, ids, table.shape[0])
     rows = table.at[place].get(mode="fill", fill_value=0)
@@ -359,16 +358,16 @@ def look_up_replicated(table: Any, lookup: Lookup, ids: Any) -> Any:
 
 
 def replicated_gradient(table: Any, lookup: Lookup, ids: Any, gradient: Any) -> Any:
-    """Sums this rank's gradients by row, and counts how often each row occurs.
+    """Returns this rank's gradients summed by row, and the number of lookups per row.
 
     Args:
         table: The table.
         lookup: The lookup.
-        ids: ``int32[samples / ranks, ids]``.
+        ids: Ids of this rank's samples, ``int32[samples / ranks, ids]``.
         gradient: Gradient of the vectors.
 
     Returns:
-        ``[rows, width + 1]``; the last column counts.
+        Sums ``[rows, width + 1]``; the last column has the numbers of lookups.
     """
     rows, width = table.shape
     vectors = gradient.reshape(len(ids), lookup.num_vectors, width).astype(table.dtype)
@@ -382,7 +381,7 @@ def replicated_gradient(table: Any, lookup: Lookup, ids: Any, gradient: Any) -> 
 def update_replicated(
     optimizer: SparseOptimizer, table: Any, state: RowState, sums: Any, step: Any
 ) -> tuple[Any, RowState]:
-    """Updates the rows of a replicated table that occurred on some rank.
+    """Updates the rows of a replicated table that were looked up on any rank.
 
     Args:
         optimizer: Update rule of rows.
@@ -400,7 +399,7 @@ def update_replicated(
 
 
 def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
-    """Returns each id's row of the buffer (their number for none), and its slot."""
+    """Returns each id's row (the number of rows for none), and its slot."""
 
     def mine(array: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(jnp.asarray(array), rank, keepdims=True)
@@ -409,7 +408,7 @@ def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
     low, high = mine(each.low), mine(each.high)
     modulus = mine(each.modulus)
     modulus = jnp.broadcast_to(modulus, own.shape)
-    residue = jax.lax.rem(own, modulus)  # not used for negative ids
+    residue = jax.lax.rem(own, modulus)  # Not used for negative ids.
     inside = (own >= low) & (own < high) & (residue == mine(each.residue))
     place = mine(each.base) + jax.lax.div(own, modulus)
     return jnp.where(inside, place, each.rows), mine(each.slot)[0]

@@ -1,10 +1,10 @@
-"""Tables whose shards are sent completely, because a batch needs more vectors than
-rows.
+"""Tables whose shards are sent in full, as a batch needs more vectors than rows.
 
 Unpooled lookups of long histories read the same rows many times. A rank's samples may
-need more vectors from a shard than it has rows. Then each row is sent once, without
-ids, and the rank finds its vectors itself. Backward it first sums its gradients by row,
-and sends these sums with the number of lookups of each row.
+need more vectors from a shard than the shard has rows. Then each row is sent once,
+without ids, and the rank itself takes its vectors from the rows. In the backward pass
+it first sums its gradients by row, and sends the sums with the number of lookups of
+each row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.tables.layout import BufferKey, TableLayout
 
 
 def block_rows(layout: TableLayout, buffers: Mapping[Any, Any], rank: Any) -> Any:
-    """Returns the rows of shards that a rank sends completely, ``[elements]``.
+    """Returns the rows of shards that a rank sends in full, ``[elements]``.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         buffers: The rank's buffers.
         rank: Index of the rank.
     """
@@ -36,12 +36,12 @@ def block_rows(layout: TableLayout, buffers: Mapping[Any, Any], rank: Any) -> An
 
 
 def whole_table(layout: TableLayout, name: str, blocks: Any) -> Any:
-    """Reassembles a table whose shards were sent completely.
+    """Assembles a table whose shards were sent in full.
 
     Args:
-        layout: Buffers and columns.
+        layout: Layout of the buffers.
         name: Name of the table.
-        blocks: ``[ranks, elements]``, the results of ``block_rows`` of each rank.
+        blocks: Rows of each rank's shards, from ``block_rows``, ``[ranks, elements]``.
     """
     shards = [each.stored.shard for each in layout.gathered[name]]
     size = max(s.rows[1] for s in shards), max(s.columns[1] for s in shards)
@@ -60,9 +60,10 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
     """Packs sums of gradients by the rank that receives them, ``[ranks, elements]``.
 
     Args:
-        layout: Buffers and columns.
-        sums: ``[rows, width + 1]`` by table name; the last column counts lookups.
-        dtype: Element type of the exchange.
+        layout: Layout of the buffers.
+        sums: Sums ``[rows, width + 1]`` by table; the last column has the numbers of
+            lookups.
+        dtype: Dtype of the exchange.
     """
     packed = jnp.zeros((layout.ranks, layout.block_elements(1)), dtype)
     starts = _starts(layout, 1)
@@ -81,11 +82,13 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
 ) -> dict[Any, tuple[Any, Any]]:
-    """Returns, by buffer, the rank's rows (their number for none) and gradients.
+    """Returns (indices of the rank's rows, their gradients) by buffer.
+
+    The number of the buffer's rows stands for no row.
 
     Args:
-        layout: Buffers and columns.
-        packed: ``[ranks, elements]`` that all ranks sent.
+        layout: Layout of the buffers.
+        packed: Packed sums that all ranks sent, ``[ranks, elements]``.
         buffers: The rank's buffers.
         rank: Index of the rank.
     """

@@ -1,9 +1,8 @@
 """Rows of a buffer, read and written in its memory: on the device or the host.
 
-A buffer in host memory is never copied to the device as a whole: the host reads the
-requested rows, and stores those that changed. ``copied_bytes`` detects compilers that
-copy the whole buffer to change some rows, as XLA for GPUs does in host memory (jaxlib
-0.10.2).
+A buffer in host memory is never copied to the device in full: the host reads the
+requested rows, and stores changed rows. ``copied_bytes`` detects compilers that copy
+the full buffer to change some rows, as XLA for GPUs does (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from whalejax._compat import host_function
 
 
 HOST_KIND: Final = "pinned_host"
-"""JAX's name for the memory of a host that its devices can reach."""
+"""JAX's name of the host memory that devices can access."""
 
 
 def read_rows(table: Any, places: Any, *, on_host: bool) -> Any:
     """Returns some rows of a table on the device; zeros for rows past its end.
 
     Args:
-        table: ``[rows, columns]``.
+        table: Array of rows, ``[rows, columns]``.
         places: Indices of rows, of any shape.
         on_host: Whether the table is in host memory.
     """
@@ -40,12 +39,12 @@ def read_rows(table: Any, places: Any, *, on_host: bool) -> Any:
 
 
 def write_rows(table: Any, places: Any, rows: Any, *, on_host: bool) -> Any:
-    """Returns the table with some rows replaced; rows past its end are left out.
+    """Returns the table with some rows replaced; rows past its end are ignored.
 
     Args:
-        table: ``[rows, columns]``.
+        table: Array of rows, ``[rows, columns]``.
         places: Indices of rows, ``[count]``.
-        rows: New values, ``[count, columns]``.
+        rows: Values of these rows, ``[count, columns]``.
         on_host: Whether the table is in host memory.
     """
     rows = rows.astype(table.dtype)
@@ -59,10 +58,10 @@ _TESTED_COLUMNS: Final = 128
 
 
 def copied_bytes(device: Any) -> tuple[int, int]:
-    """Returns bytes that a test program copies to change 8 rows, and the table's bytes.
+    """Returns the bytes that a test program copies to change 8 rows, and the table's.
 
     Args:
-        device: Device whose compiler is tested; it need not be here.
+        device: Device whose compiler is tested; may be a device of a topology.
     """
     mesh = Mesh(np.array([device]), ("data",))
     hosted = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
@@ -82,7 +81,7 @@ def copied_bytes(device: Any) -> tuple[int, int]:
     return copied, _TESTED_ROWS * _TESTED_COLUMNS * 4
 
 
-# Neither function may make a constant, which would not be in host memory.
+# Neither function may create a constant, which would not be in host memory.
 
 
 @host_function

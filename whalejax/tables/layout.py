@@ -1,10 +1,10 @@
 """A placement as arrays: one buffer for each width, padded to the fullest rank.
 
-All shards of one width in one memory are in one buffer; a rank's shards are
+All shards of one width in one memory are in one buffer, where the shards of a rank are
 consecutive. All lookups of a rank are columns of ids, so every rank runs the same
-program with different numbers. Exchanges are padded to the size of the largest. Rows
-that a node holds jointly are in separate buffers. The two-level exchange reads them: it
-sums within the node, then sends vectors between nodes.
+program with other numbers. Exchanges are padded to the size of the largest. Rows that a
+node stores jointly are in separate buffers. Their exchange has two levels: it sums
+inside the node, then sends vectors between nodes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from whalejax.tables.recognize import Lookup
 Memory: TypeAlias = Literal["device", "host", "node"]
 """Memory of a buffer: each device's, the host's, or that of all devices of a node.
 
-The devices of a node hold parts of the same rows.
+The devices of a node store parts of the same rows.
 """
 
 
 class BufferKey(NamedTuple):
-    """Key of a buffer: its width and its memory."""
+    """Width and memory of a buffer, which identify it."""
 
     width: int
     memory: Memory
 
 
 def memory_of(shard: TableShard) -> Memory:
-    """Returns the memory that holds a shard."""
+    """Returns the memory that stores a shard."""
     if shard.split == "node_rows":
         return "node"
     is_hosted = shard.split == "host" or (shard.split == "cached" and shard.index)
@@ -44,21 +44,21 @@ def memory_of(shard: TableShard) -> Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WidthLayout:
-    """The shards of one width in one memory.
+    """Layout of all shards of one width in one memory.
 
     Attributes:
         width: Number of columns.
-        rows: Rows of the buffer on each rank.
-        slots: Vectors that a rank sends for each sample.
-        source: ``[ranks, ids]``: column of the sample's ids that a rank receives, or
-            the number of columns for none.
-        modulus, residue, low, high: Rows of each column's shard: ids with this residue,
-            from ``low`` to ``high`` - 1.
+        rows: Number of rows of the buffer on each rank.
+        slots: Number of vectors that a rank sends for each sample.
+        source: Column of a sample's ids that a rank receives, ``[ranks, ids]``; the
+            number of columns for none.
+        modulus, residue, low, high: Rows of each column's shard: ids with this residue
+            by ``modulus``, from ``low`` to ``high`` - 1.
         base: Row of the buffer at which the shard begins.
-        slot: Slot that the column's row is added to.
-        offset: Offset of the width's vectors in a rank's result for a sample.
+        slot: Slot to which the column's row is added.
+        offset: Offset of the buffer's vectors in a rank's result for a sample.
         first_id: Offset of the buffer's columns among the sent ids.
-        memory: Memory that holds the buffer.
+        memory: Memory of the buffer.
     """
 
     width: int
@@ -87,9 +87,9 @@ class StoredShard:
 
     Attributes:
         shard: The shard.
-        key: Buffer of the shard.
-        base: First row in the rank's part of the buffer.
-        numbers: Table rows of the shard; None for a range or every n-th row.
+        key: Key of the buffer.
+        base: First row of the shard in the rank's part of the buffer.
+        numbers: Rows of the table in the shard; None for a range or every n-th row.
     """
 
     shard: TableShard
@@ -104,7 +104,7 @@ class StoredShard:
 
     @property
     def row_numbers(self) -> slice | np.ndarray:
-        """Table rows of the shard."""
+        """Rows of the table in the shard."""
         if self.numbers is not None:
             return self.numbers
         first, last = self.shard.rows
@@ -113,11 +113,11 @@ class StoredShard:
         return slice(first, last)
 
     def some_rows(self, first: int, count: int) -> slice | np.ndarray:
-        """Returns the table rows of a part of the shard.
+        """Returns the rows of the table in a part of the shard.
 
         Args:
-            first: First row in the shard.
-            count: Maximum number of rows.
+            first: First row of the part in the shard.
+            count: Largest number of rows.
         """
         numbers = self.row_numbers
         if not isinstance(numbers, slice):
@@ -132,11 +132,11 @@ class ReceivedVectors:
     """Position of a lookup's vectors in one rank's result.
 
     Attributes:
-        rank: The rank, or its node if the node sums the vectors.
-        start: First element, for each sample.
+        rank: Index of the rank; of its node if the node sums the vectors.
+        start: Offset of the first element, for each sample.
         count: Number of vectors.
-        columns: Columns of the table that they cover.
-        by_node: Whether a node sends them.
+        columns: Columns of the table in these vectors.
+        by_node: Whether a node sums and sends the vectors.
     """
 
     rank: int
@@ -148,11 +148,11 @@ class ReceivedVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredShard:
-    """A shard that is sent completely to all ranks, once for all of its lookups.
+    """Shard that is sent in full to all ranks, once for all of its lookups.
 
     Attributes:
         stored: Position of the shard in a buffer.
-        first: Offset of its rows among the completely sent rows of its buffer.
+        first: Offset of its rows among the buffer's rows that are sent in full.
     """
 
     stored: StoredShard
@@ -161,11 +161,11 @@ class GatheredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistinctTable:
-    """Some columns of a table; a rank receives each row that it needs once.
+    """Some columns of a table of which a rank receives each needed row once.
 
     Attributes:
-        key: Buffer of the columns.
-        columns: First column and the column after the last one.
+        key: Key of the columns' buffer.
+        columns: First column, and the column after the last one.
         ranks, bases: Rank of each shard, and its first row in the buffer there.
         firsts: First row of each shard, if shards are ranges.
         hashed: Whether shards have every n-th row.
@@ -188,20 +188,20 @@ class TableLayout:
         per_node: Number of ranks of one node.
         widths: Layout of each buffer.
         stored: Positions of the shards, by the name of their table.
-        replicated: Names of tables that every rank holds.
-        received: For each lookup, positions of its vectors; empty if replicated.
-        vector_elements: Elements that a rank sends for each sample.
-        node_elements: Elements that a node sends for each sample.
-        id_columns: Ids that are sent to a rank for each sample.
-        gathered: Shards that are sent completely, by the name of the table: those with
-            fewer rows than the vectors that a rank's samples need.
+        replicated: Names of the tables that every rank stores.
+        received: Positions of each lookup's vectors; empty if the table is replicated.
+        vector_elements: Number of elements that a rank sends for each sample.
+        node_elements: Number of elements that a node sends for each sample.
+        id_columns: Number of ids that are sent to a rank for each sample.
+        gathered: Shards that are sent in full, by name of the table. They have fewer
+            rows than a rank's samples need vectors.
         blocks: Rows of these shards in each buffer, ``[ranks, rows]``, padded with the
             number of the buffer's rows.
-        distinct: Tables whose distinct rows are sent once, by name: their shards by
-            columns, each with all rows.
-        requests: Maximum number of rows that a rank requests of another, by buffer.
-        hottest: Sorted rows of cached tables on the device, by name; absent if they are
-            the first rows.
+        distinct: Tables whose distinct rows are sent once, by name: groups of columns,
+            each with all rows.
+        requests: Largest number of rows that a rank requests from another, by buffer.
+        hottest: Sorted rows of cached tables on the device, by name. A cached table
+            without an entry has its first rows there.
     """
 
     ranks: int
@@ -220,10 +220,10 @@ class TableLayout:
     hottest: Mapping[str, np.ndarray]
 
     def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
-        """Returns the buffers of single ranks, or those that nodes hold jointly.
+        """Returns the buffers of single ranks, or those that nodes store jointly.
 
         Args:
-            nodes: Return buffers of nodes instead of those of single ranks.
+            nodes: Whether to return the buffers of nodes.
         """
         return {
             key: each
@@ -232,17 +232,17 @@ class TableLayout:
         }
 
     def block_elements(self, beside: int) -> int:
-        """Returns the elements of the rows that a rank sends completely.
+        """Returns the number of elements of the rows that a rank sends in full.
 
         Args:
-            beside: Additional elements that are sent with each row.
+            beside: Number of further elements that are sent with each row.
         """
         sizes = ((key.width, x.shape[1]) for key, x in self.blocks.items())
         return sum(rows * (width + beside) for width, rows in sizes)
 
     @property
     def request_elements(self) -> int:
-        """Maximum number of row elements that a rank requests of another."""
+        """Largest number of row elements that a rank requests from another."""
         return sum(key.width * room for key, room in self.requests.items())
 
     def id_bytes(self, samples: int) -> int:
@@ -260,14 +260,14 @@ class TableLayout:
         """Returns the bytes that all ranks send to others in one exchange of vectors.
 
         They are (N · V + R · (F + D)) · q · (R - 1), with N samples, R ranks, at most V
-        elements a sample from one rank, F elements of completely sent rows, D of
-        requested rows and q bytes an element. In the backward pass the number of
-        lookups is sent with each completely sent row.
+        elements per sample from one rank, F elements of rows that are sent in full, D
+        elements of requested rows and q bytes per element. In the backward pass, each
+        row that is sent in full has its number of lookups with it.
 
         Args:
             samples: Number of samples of a global batch.
             element_bytes: Bytes of an element.
-            backward: Whether gradients are exchanged.
+            backward: Whether gradients are exchanged; default: False.
         """
         rows = self.block_elements(1 if backward else 0) + self.request_elements
         elements = samples * self.vector_elements + self.ranks * rows
@@ -280,14 +280,15 @@ def make_layout(
     names: Sequence[str],
     samples_per_rank: int = 0,
 ) -> TableLayout:
-    """Assigns the shards of a placement to positions in buffers.
+    """Returns the positions of a placement's shards in buffers.
 
     Args:
         placement: Placement of the tables.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
-        samples_per_rank: Samples of each rank. Complete shards, or each distinct row
-            once, are sent if that moves fewer bytes; never if this is 0.
+        samples_per_rank: Number of samples of each rank. If that moves fewer bytes than
+            vectors by sample, shards are sent in full, or each distinct row once. With
+            0 (the default), vectors are always sent by sample.
     """
     ranks = placement.ranks.count
     given = placement, lookups, names
@@ -316,7 +317,7 @@ def without_requests(
     names: Sequence[str],
     samples_per_rank: int,
 ) -> TableLayout:
-    """Returns the same buffers, with vectors by sample instead of requests.
+    """Returns the layout of the same buffers, with vectors by sample, not requests.
 
     Args:
         layout: Result of ``make_layout``.
@@ -451,7 +452,6 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 def _stored(
     shards: Sequence[TableShard], ranks: int, hottest: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
-    """Returns the positions of shards, and a rank's number of rows of each buffer."""
     filled: dict[BufferKey, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:
@@ -470,7 +470,7 @@ def _stored(
 
 
 def _numbers(shard: TableShard, hottest: np.ndarray | None) -> np.ndarray | None:
-    """Returns the table rows of a cached table's shard; None for a range."""
+    """Returns the rows of a cached table in a shard; None for a range."""
     if hottest is None or shard.split != "cached":
         return None
     if shard.index == 0:
@@ -479,7 +479,7 @@ def _numbers(shard: TableShard, hottest: np.ndarray | None) -> np.ndarray | None
 
 
 class _Tasks:
-    """Lookups of each rank, in the order of its columns of ids and of its slots."""
+    """Lookups of each rank, in the order of its columns of ids and its slots."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -496,7 +496,7 @@ class _Tasks:
         columns = self.columns.setdefault(each.key, [[] for _ in range(self.ranks)])
         slots = self.slots.setdefault(each.key, [0] * self.ranks)
         modulus, residue = (shard.shards, shard.index) if shard.hashed else (1, 0)
-        # Local row: base + id // modulus - (first row of a range).
+        # The row in the buffer is base + id // modulus - (first row of a range).
         base = each.base - (0 if shard.hashed else shard.rows[0])
         for i in range(lookup.num_ids):
             slot = slots[rank] + (0 if lookup.pooled else i)
@@ -554,11 +554,11 @@ class _Tasks:
 def collect_tables(
     layout: TableLayout, buffers: Mapping[BufferKey, np.ndarray], by_row: bool
 ) -> dict[str, np.ndarray]:
-    """Reassembles tables, or their state arrays, from the shards.
+    """Assembles tables, or their state arrays, from the shards.
 
     Args:
         layout: Layout of the shards.
-        buffers: Buffers ``[ranks · rows, columns]`` in host memory.
+        buffers: Buffers in host memory, ``[ranks · rows, columns]``.
         by_row: Whether the arrays have one number per row.
     """
     found: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""Counts of each row's lookups during a run."""
+"""Counts the lookups of each row during a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from whalejax.tables.recognize import NO_ID
 
 
 class LookupCounts:
-    """Lookups of some batches.
+    """Number of lookups of each row in some batches.
 
     Attributes:
         batches: Number of batches that were counted.
-        by_table: ``int64[rows]`` by the name of each table.
+        by_table: Number of lookups of each row, ``int64[rows]``, by name of the table.
     """
 
     def __init__(self) -> None:
-        """Starts without counts."""
+        """Creates counts of zero."""
         self.batches = 0
         self.by_table: dict[str, np.ndarray] = {}
 
@@ -30,7 +30,7 @@ class LookupCounts:
 
         Args:
             names: Name of the table of each lookup.
-            rows: Number of rows of that table.
+            rows: Number of rows of the table of each lookup.
             ids: Ids of each lookup; ids without a row are not counted.
         """
         self.batches += 1

@@ -17,7 +17,7 @@ def cut_program(adapter: Adapter, batch: Any) -> TableProgram:
 
     Args:
         adapter: The model, without values.
-        batch: A batch, abstract or real, with any number of samples.
+        batch: Abstract or real batch with any number of samples.
     """
     batch = jax.tree.map(aval_of, batch)
     trees: list[Any] = [adapter.params, adapter.rest, batch]

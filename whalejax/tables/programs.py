@@ -1,9 +1,9 @@
-"""The programs of a step with tables: lookups, the dense part, updates, in this order.
+"""The programs of a step with tables: lookups, the dense part, then updates.
 
 Lookups and updates run in ``shard_map`` over the axes that divide the batch. The dense
-part between them is one global program, which the compiler divides by the plan's
-shardings. Its results are those of one device. It has gradients of the looked-up
-vectors in addition to those of the parameters.
+part is one global program, which the compiler divides by the plan's shardings. Its
+results equal those of one device. In addition to gradients of parameters it returns
+gradients of the looked-up vectors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TableArrays:
     Attributes:
         buffers: Buffers ``[ranks · rows, width]``, with rows divided among the ranks.
         states: State arrays of each buffer, by name.
-        replicated: Tables that every rank holds, by name.
+        replicated: Tables that every rank stores, by name.
         replicated_states: State arrays of these tables, by name.
     """
 
@@ -76,12 +76,12 @@ class TableArrays:
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenIds:
-    """Ids and rows that ranks look up in a step.
+    """Ids and rows that each rank looks up in a step.
 
     Attributes:
         taken: Ids that each rank looks up for all samples.
-        asked: Rows of its buffers that others ask for.
-        requests: Positions of its samples' rows among those that it asks for.
+        asked: Rows of each rank's buffers that other ranks request.
+        requests: Positions of the rows of each rank's samples among those it requests.
     """
 
     taken: Any
@@ -112,20 +112,20 @@ def _join_updates(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TablePrograms:
-    """The sections of a step, each a function of arrays.
+    """Programs of a step, each as a function of arrays.
 
     Attributes:
-        program: The loss, cut at its lookups.
-        layout: Layout of the rows.
+        program: Loss of the model, cut at its lookups.
+        layout: Layout of the buffers.
         names: Name of the table of each lookup.
-        rows: Number of rows of that table.
+        rows: Number of rows of the table of each lookup.
         optimizer: Update rule of rows.
-        mesh: Devices.
-        axes: Mesh axes that divide the batch and number the ranks. If a node holds rows
-            jointly: its nodes and the ranks of a node.
+        mesh: Mesh of the devices.
+        axes: Mesh axes that divide the batch and number the ranks. If nodes store rows
+            jointly, they are the axis of nodes and the axis of the ranks of a node.
         clips: Whether ids out of range are replaced by the nearest id.
-        by_sample: Layout of the same buffers without requests of rows, for batches with
-            more distinct rows than there is room for.
+        by_sample: Layout of the same buffers with vectors by sample, for batches whose
+            distinct rows exceed the capacity for requests.
     """
 
     program: TableProgram
@@ -147,9 +147,10 @@ class TablePrograms:
         return self.join_ids(self.program.ids(batch))
 
     def join_ids(self, by_lookup: Sequence[Any]) -> Any:
-        """Concatenates the ids of all lookups, and clips them if that was chosen.
+        """Concatenates the ids of all lookups, and clips them if ``clips`` is set.
 
-        Ids of cached tables become positions, those on the device first.
+        Ids of cached tables become positions, in which the rows on the device come
+        first.
 
         Args:
             by_lookup: Ids of each lookup.
@@ -164,7 +165,8 @@ class TablePrograms:
         return jnp.concatenate(found, axis=1)
 
     def id_bounds(self, batch: Sequence[Any]) -> Any:
-        """Returns bounds of the ids of each lookup, ``int32[lookups, 2]``; 0 for none.
+        """Returns (least, largest) id of each lookup, ``int32[lookups, 2]``; 0 for
+        none.
 
         Args:
             batch: Leaves of a global batch.
@@ -172,7 +174,9 @@ class TablePrograms:
         return self.bounds_of(self.program.ids(batch))
 
     def bounds_of(self, by_lookup: Sequence[Any]) -> Any:
-        """Returns the bounds of some ids, ``int32[lookups, 2]``; 0 for none.
+        """Returns (least, largest) of some ids, ``int32[lookups, 2]``.
+
+        Masked ids count as 0.
 
         Args:
             by_lookup: Ids of each lookup.
@@ -185,11 +189,12 @@ class TablePrograms:
 
     @property
     def plain(self) -> TablePrograms:
-        """Same programs, with vectors exchanged by sample."""
+        """These programs with vectors that are exchanged by sample."""
         return dataclasses.replace(self, layout=self.by_sample)
 
     def room_taken(self, batch: Sequence[Any]) -> Any:
-        """Returns the most distinct rows that a rank needs of another, over their room.
+        """Returns the most distinct rows that a rank needs of another, over the
+        capacity.
 
         Args:
             batch: Leaves of a global batch.
@@ -200,7 +205,7 @@ class TablePrograms:
         return most_distinct(self.layout, self.names, ids)
 
     def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], TakenIds]:
-        """Returns the vectors of every lookup, and the ids as their owners have them.
+        """Returns the vectors of every lookup, and the ids that their owners received.
 
         Args:
             tables: All tables.
@@ -305,7 +310,8 @@ class TablePrograms:
             ids, taken: Results of ``all_ids`` and ``look_up``.
             gradients: Gradient of each lookup's vectors.
             step: Number of steps before this one.
-            applies: Boolean scalar: False changes nothing; None means True.
+            applies: Boolean scalar, where False changes nothing; default: None for
+                True.
         """
         if applies is not None:
             ids = jnp.where(applies, ids, NO_ID)
@@ -404,7 +410,7 @@ class TablePrograms:
     def _sums(
         self, whole: Mapping[str, Any], ids: Any, gradients: Sequence[Any]
     ) -> dict[str, Any]:
-        """Sums gradients of this rank by row, for tables that it has completely."""
+        """Returns this rank's gradients by row, for tables that it has in full."""
         sums: dict[str, Any] = {}
         for number, own in enumerate(self._by_lookup(ids)):
             name, lookup = self.names[number], self.program.lookups[number]
@@ -446,6 +452,6 @@ class TablePrograms:
         )
 
     def shared_out(self, array: Any) -> Any:
-        """Constrains an array's dimension 0 to the batch's sharding."""
+        """Constrains dimension 0 of an array to the sharding of the batch."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.lax.with_sharding_constraint(array, sharding)

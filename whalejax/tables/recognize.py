@@ -1,13 +1,13 @@
-"""The embedding tables of a loss: parameters that are looked up by ids of the batch.
+"""Finds the embedding tables of a loss: parameters that ids of the batch look up.
 
 A table is a trained parameter of two dimensions that the loss reads only as
 ``table[ids]`` (``jnp.take``, ``nnx.Embed``), where ``ids`` depends on the batch alone.
-If the rows of a sample are summed at once, perhaps with masks, the lookup is pooled:
+If the loss sums the rows of a sample at once, perhaps with masks, the lookup is pooled:
 only the sum is exchanged.
 
 ``split_loss`` cuts the program at the lookups. Ids are then a function of the batch.
-The rest of the loss is a function of the remaining parameters, the batch and the
-looked-up vectors.
+The rest of the loss is a function of the other parameters, the batch and the looked-up
+vectors.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from whalejax.meshes.errors import WhaleError
 _INLINED: Final = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 NO_ID: Final = -(2**31)
-"""Replaces an id that a mask leaves out."""
+"""Id that stands for a masked lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookup:
-    """One lookup of rows of a table.
+    """Lookup of rows of one table.
 
     Attributes:
         param: Index of the table among the trained leaves.
-        shape: Shape of the ids, with the divided dimension first.
+        shape: Shape of the ids; dimension 0 is divided over ranks.
         pooled: Whether the rows for each index of dimension 0 are summed.
         width: Number of columns of the table.
-        dtype: Element type of the vectors.
-        feature: Path of the batch leaf, or of several, from which the ids come.
+        dtype: Dtype of the vectors.
+        feature: Path of the batch leaf from which the ids come, or several paths.
         ids: Variable of the ids in the program.
-        masks: Variables of boolean masks, and whether True keeps a row.
+        masks: (Variable of a boolean mask, whether True keeps a row) pairs.
         vectors: Variable that the vectors replace.
     """
 
@@ -68,24 +68,24 @@ class Lookup:
 
     @property
     def vectors_shape(self) -> tuple[int, ...]:
-        """Shape of the vectors over the whole batch."""
+        """Shape of the vectors for the full batch."""
         middle = () if self.pooled else self.shape[1:]
         return (self.shape[0], *middle, self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableProgram:
-    """A loss that was cut at its lookups.
+    """Loss that is cut at its lookups.
 
     Attributes:
-        lookups: Every lookup of a table.
+        lookups: All lookups of tables.
         tables: Indices of the trained leaves that are tables, in order.
-        refused: Reason why another looked-up leaf is not a table, by its index.
-        inputs: Number of leaves: trained, other, and of the batch.
-        unread: Paths of leaves of the batch that no equation reads.
+        refused: Reason why a looked-up leaf is not a table, by index of the leaf.
+        inputs: Numbers of trained leaves, other leaves, and leaves of the batch.
+        unread: Paths of the batch's leaves that no equation reads.
         metrics: Structure of the reported metrics.
         weighted: Whether the loss has a weight of its own.
-        batch: The batch that the loss was traced for, abstract.
+        batch: Abstract batch for which the loss was traced.
     """
 
     lookups: tuple[Lookup, ...]
@@ -100,7 +100,7 @@ class TableProgram:
 
     @property
     def traced(self) -> Any:
-        """Complete loss as it was traced, with its lookups."""
+        """Traced loss, including its lookups."""
         return self._closed
 
     def ids(self, batch: Sequence[Any]) -> list[Any]:
@@ -132,7 +132,7 @@ class TableProgram:
 
         Args:
             params: Trained leaves that are not tables, in order.
-            others: Leaves of the rest and of the batch, and further inputs.
+            others: Other leaves, leaves of the batch, and further arguments.
             vectors: Vectors of each lookup.
         """
         jaxpr = self._closed.jaxpr
@@ -154,12 +154,13 @@ def split_loss(
     paths: Sequence[str],
     batch_paths: Sequence[str],
 ) -> TableProgram:
-    """Finds the tables of a loss and cuts it at its lookups.
+    """Finds the tables of a loss, and cuts the loss at its lookups.
 
     Args:
-        loss: ``loss(trained, rest, batch, *more)`` of lists; returns a list of leaves.
+        loss: Function ``loss(trained, rest, batch, *more)`` of lists that returns a
+            list of leaves.
         trained, rest, batch: Abstract leaves.
-        more: Further arguments, such as a random key.
+        more: Further abstract arguments, such as a random key.
         paths: Dotted path of each trained leaf.
         batch_paths: Path of each leaf of the batch.
 
@@ -183,7 +184,7 @@ def split_loss(
                 if not np.issubdtype(leaf.dtype, np.integer)
             ]
             raise WhaleError(
-                "the loss looks rows up by ids that are no integers; of the batch "
+                "the loss looks rows up by ids that are not integers; of the batch "
                 f"{', '.join(floats[:8])} {'are' if floats[1:] else 'is'} of another "
                 f"type. Give ids as int32 ({error})"
             ) from None
@@ -270,7 +271,7 @@ def _evaluate(
 
 
 class _Finder:
-    """Readers of a program's values, and values that depend on the batch alone."""
+    """Readers of a program's values, and the values that depend on the batch alone."""
 
     def __init__(
         self, closed: Any, sizes: tuple[int, int, int], batch_paths: Sequence[str]
@@ -311,20 +312,20 @@ class _Finder:
         )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
-        """Returns the lookups after another operation, or why there are none."""
+        """Returns lookups after another operation, or the reason why there are none."""
         for equation in readers:
             name = equation.primitive.name
             after = [e for v in equation.outvars for e in self.readers.get(v, [])]
             cast = name == "convert_element_type"
             if cast and any(e.primitive.name == "gather" for e in after):
                 return (
-                    "is cast as a whole before it is looked up, as nnx.Embed does with "
-                    "dtype=; cast what was looked up instead"
+                    "is cast in full before it is looked up, as nnx.Embed does with "
+                    "dtype=; cast the looked-up vectors instead"
                 )
             if name in ("checkpoint", "remat2") and _looks_up(equation, table):
                 return (
                     "is looked up inside jax.checkpoint; look it up outside, and give "
-                    "what was looked up to the function that is computed again"
+                    "the looked-up vectors to the checkpointed function"
                 )
         return []
 
@@ -350,13 +351,13 @@ class _Finder:
         if name != "gather":
             return f"is also read by {name}, which needs all of it"
         if not _takes_rows(equation):
-            return "is not looked up by whole rows along its first dimension"
+            return "is not looked up by full rows along its first dimension"
         (ids,) = indices
         if _compat.is_literal(ids) or not self.origins.get(ids):
-            return "is looked up by ids that do not follow from the batch alone"
+            return "is looked up by ids that do not depend on the batch alone"
         *shape, _ = ids.aval.shape
         if not shape:
-            return "is looked up by one id and not by those of samples"
+            return "is looked up by a single id instead of ids of samples"
         (vectors,) = equation.outvars
         masks, pooled = self._pooled(vectors)
         return Lookup(
@@ -394,9 +395,10 @@ class _Finder:
         return (), None
 
     def _mask(self, equation: Any, vectors: Any) -> tuple[Any, bool] | None:
-        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps.
+        """Returns the mask of ``where(mask, vectors, 0)``, and whether True keeps a
+        row.
 
-        None for other equations.
+        The result is None for other equations.
         """
         if equation.primitive.name == "select_n":
             which, *cases = equation.invars
@@ -416,7 +418,7 @@ class _Finder:
         return None if mask is None else (mask, True)
 
     def _boolean(self, variable: Any) -> Any:
-        """Returns the boolean of a 0/1 factor that is equal in each row, or None."""
+        """Returns the boolean of a 0/1 factor that is equal in all columns, or None."""
         is_row = False
         shape = variable.aval.shape
         while not _compat.is_literal(variable) and variable.aval.dtype != bool:
@@ -436,7 +438,7 @@ class _Finder:
         return variable if same else None
 
     def _repeats_row(self, maker: Any) -> bool:
-        """Returns whether a broadcast only lengthens the last dimension, from 1."""
+        """Returns whether a broadcast only extends the last dimension from size 1."""
         source, result = maker.invars[0].aval.shape, maker.outvars[0].aval.shape
         dims = tuple(maker.params["broadcast_dimensions"])
         whole = len(source) == len(result) and dims == tuple(range(len(result)))
@@ -454,7 +456,7 @@ class _Finder:
         return bool(np.all(np.asarray(variable.val) == 0))
 
     def _same_in_row(self, variable: Any) -> bool:
-        """Returns whether a value depends on the batch alone, equal in all columns."""
+        """Returns whether a value depends on the batch alone, and has equal columns."""
         if _compat.is_literal(variable) or variable not in self.origins:
             return False
         maker = self.makers.get(variable)
@@ -482,26 +484,26 @@ def _takes_rows(equation: Any) -> bool:
 
 
 def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
-    """Refuses lookups that cannot be divided evenly.
+    """Refuses lookups that ranks cannot divide evenly.
 
     Args:
         lookups: Lookups of a loss.
         ranks: Number of ranks.
 
     Raises:
-        WhaleError: Dimension 0 of some ids does not divide.
+        WhaleError: The number of ranks does not divide dimension 0 of some ids.
     """
     bad = [one for one in lookups if one.shape[0] % ranks]
     if bad:
         named = "; ".join(f"{one.feature} has {one.shape[0]}" for one in bad[:4])
         raise WhaleError(
-            f"ids are divided over {ranks} devices along their first dimension, "
-            f"which they must divide: {named}. Use another batch size or fewer devices"
+            f"ids are divided over {ranks} devices along their first dimension, which "
+            f"is not divisible by {ranks}: {named}. Use another batch size or fewer "
+            "devices"
         )
 
 
 def _looks_up(equation: Any, table: Any) -> bool:
-    """Returns whether the program inside an equation looks up rows of a table."""
     inner = equation.params["jaxpr"]
     pairs = zip(equation.invars, inner.invars, strict=True)
     given = {own for value, own in pairs if value is table}

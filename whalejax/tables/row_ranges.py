@@ -1,4 +1,4 @@
-"""Rows of a table as slices or lists of numbers, and those that two of them share."""
+"""Rows of a table as slices or arrays, and the rows that two of these share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 Rows: TypeAlias = slice | np.ndarray
-"""Row numbers of a table in increasing order: a slice with both ends, or a list."""
+"""Increasing row numbers of a table, as a slice with both ends or as an array."""
 
 
 def common_rows(mine: Rows | range, theirs: Rows | range) -> tuple[Rows, Rows]:
-    """Returns the positions, in either, of the rows that both have.
+    """Returns the positions, in each argument, of the rows that both have.
 
     Args:
         mine, theirs: Rows of the same table.

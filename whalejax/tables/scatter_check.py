@@ -1,8 +1,8 @@
-"""A small program that detects wrong sums of gradients of repeated rows by a compiler.
+"""A small program that detects compilers with wrong gradient sums of repeated rows.
 
-Some XLA releases sum gradients of sharded tables wrongly if a scan accumulates them
-(openxla/xla issues 49143 and 42481). The program compares exact sums with NumPy's, so
-no list of versions is needed.
+If a scan accumulates gradients of sharded tables, some XLA releases sum them wrongly
+(openxla/xla issues 49143 and 42481). The program compares sums with exact ones of
+NumPy, so no list of versions is needed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SUMS: Final = SparseOptimizer(kind="sgd", learning_rate=1.0)
 
 @functools.cache
 def wrong_sums(mesh: Mesh) -> tuple[int, int]:
-    """Returns the number of wrong elements in the results, and of all elements.
+    """Returns the number of wrong elements of the results, and of all elements.
 
     Args:
-        mesh: Devices of the step, some of this process; a mesh is tested once.
+        mesh: Devices of the step, including some of this process. Results are cached.
     """
     rows, samples = _ROWS_EACH * mesh.size, _SAMPLES_EACH * mesh.size
     random = np.random.default_rng(0)

@@ -1,10 +1,10 @@
-"""Optimizers of table rows: they update only the rows that a batch looked up.
+"""Optimizers of table rows, which update only the rows that a batch looks up.
 
 Gradients of a row that occurs several times are summed first. ``sgd`` and ``adagrad``
-equal ``optax.sgd`` and ``optax.adagrad`` on the complete table, since a gradient of
-zero changes nothing there. ``row_adagrad`` stores one number a row, the sum of the mean
-squares of its gradients. ``lazy_adam`` is not Adam: a row's moments decay only in steps
-that look the row up.
+equal ``optax.sgd`` and ``optax.adagrad`` on the full table, as these do not change rows
+with a gradient of zero. ``row_adagrad`` stores one number per row, the sum of the mean
+squares of its gradients. ``lazy_adam`` differs from Adam: a row's moments decay only in
+steps that look up the row.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ RowState: TypeAlias = dict[str, Any]
 
 _KINDS: Final = ("sgd", "adagrad", "row_adagrad", "lazy_adam")
 SPARSE_FORMS: Final = (
-    f"one of {', '.join(_KINDS)}, which change the rows that were looked up; Adam, "
-    "momentum and weight decay change all rows in every step and have no sparse form"
+    f"one of {', '.join(_KINDS)}, which change only looked-up rows; Adam, momentum and "
+    "weight decay change all rows in every step and have no sparse form"
 )
-"""Text of the expected optimizers of rows."""
+"""Text on the expected optimizers of rows."""
 
 _STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
     "sgd": (),
@@ -37,18 +37,19 @@ _STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
     "row_adagrad": (("sum_of_squares", True),),
     "lazy_adam": (("mu", False), ("nu", False)),
 }
-"""By kind: names of state arrays, and whether they have one number a row."""
+"""(Name of a state array, whether it has one number per row) pairs by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer:
-    """Update rule of looked-up rows; ``wh.sparse_optimizer`` makes one.
+    """Update rule of looked-up rows, as ``wh.sparse_optimizer`` makes it.
 
     Attributes:
         kind: ``"sgd"``, ``"adagrad"``, ``"row_adagrad"`` or ``"lazy_adam"``.
-        learning_rate: Learning rate.
-        initial_accumulator: First value of Adagrad's sums of squares.
-        epsilon: Added under the root (Adagrad) or to it (row-wise Adagrad, Adam).
+        learning_rate: Learning rate of the updates.
+        initial_accumulator: Initial value of Adagrad's sums of squares.
+        epsilon: Number that is added under the root (Adagrad) or to it (row-wise
+            Adagrad, Adam).
         b1, b2: Decay of lazy Adam's moments.
     """
 
@@ -83,27 +84,27 @@ class SparseOptimizer:
         return any(by_row for _, by_row in _STATES[self.kind])
 
     def state_width(self, name: str, width: int) -> int:
-        """Returns the number of values a row in a state array.
+        """Returns the number of values per row in a state array.
 
         Args:
-            name: One of ``state_names``.
-            width: Columns of the table.
+            name: Name in ``state_names``.
+            width: Number of columns of the table.
         """
         return 1 if dict(_STATES[self.kind])[name] else width
 
     def state_bytes_per_row(self, width: int, element_bytes: int) -> int:
-        """Returns the bytes of state of one row."""
+        """Returns the bytes of the state of one row."""
         widths = (self.state_width(name, width) for name in self.state_names)
         return sum(widths) * element_bytes
 
     def initial_value(self, name: str) -> float:
-        """Returns the first value of every element of a state array."""
+        """Returns the initial value of every element of a state array."""
         return self.initial_accumulator if name == "sum_of_squares" else 0.0
 
     def update(
         self, rows: Any, state: RowState, gradient: Any, step: Any
     ) -> tuple[Any, RowState]:
-        """Returns new rows and their new state.
+        """Returns the updated rows and their state.
 
         Args:
             rows: Rows, ``[rows, width]``.
@@ -137,10 +138,10 @@ def optimizer_named(text: str) -> SparseOptimizer:
     """Returns the optimizer of rows that a text names.
 
     Args:
-        text: Kind and learning rate, with a colon between them.
+        text: Kind and learning rate with a colon between them.
 
     Raises:
-        WhaleError: The text names no optimizer.
+        WhaleError: The text does not name an optimizer.
 
     >>> optimizer_named("row_adagrad:0.05").learning_rate
     0.05
@@ -169,14 +170,14 @@ def sparse_optimizer(
     """Returns an update rule for rows of embedding tables.
 
     Args:
-        kind: ``"sgd"`` and ``"adagrad"`` equal optax's on the complete table;
-            ``"row_adagrad"`` stores one number a row; with ``"lazy_adam"``, unlike
-            Adam, moments of a row decay only in steps in which it occurs.
-        learning_rate: Learning rate.
-        initial_accumulator: First value of Adagrad's sums of squares.
-        epsilon: Added to the root, or under it by ``"adagrad"``; None takes 1e-7, for
-            ``"row_adagrad"`` and ``"lazy_adam"`` 1e-8.
-        b1, b2: Decay of lazy Adam's moments.
+        kind: ``"sgd"`` and ``"adagrad"`` equal optax's on the full table.
+            ``"row_adagrad"`` stores one number per row. With ``"lazy_adam"``, unlike
+            Adam, the moments of a row decay only in steps in which it occurs.
+        learning_rate: Learning rate of the updates.
+        initial_accumulator: Initial value of Adagrad's sums of squares; default: 0.1.
+        epsilon: Number that is added to the root, or under it by ``"adagrad"``.
+            Default: 1e-8 for ``"row_adagrad"`` and ``"lazy_adam"``, else 1e-7.
+        b1, b2: Decay rates of lazy Adam's moments; default: 0.9 and 0.999.
 
     Raises:
         WhaleError: The kind is unknown, or a number is out of range.

@@ -1,9 +1,9 @@
 """Copies tables to the devices and back, one at a time.
 
-Buffers are created in the memory of their placement, and tables are written into them
-and read from them one by one. So host memory needs room for only one complete table,
-except in ``collect``, which returns all. All processes with devices of the mesh call
-the same methods in the same order.
+Buffers are created in the memory of their placement. Tables are written into them, and
+read from them, one by one. So host memory needs room for only one full table, except in
+``collect``, which returns all. All processes with devices of the mesh must call the
+same methods in the same order.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
 _PIECE_BYTES: Final = 2**28
-"""Maximum bytes of rows per device in one write to a buffer, or one read."""
+"""Largest number of bytes of rows per device in one write to a buffer, or one read."""
 
 RowSource: TypeAlias = Callable[[Rows, slice], np.ndarray]
-"""Function from table rows and columns to their values."""
+"""Function from rows and columns of a table to their values."""
 
 _Turn: TypeAlias = Mapping[int, StoredShard]
-"""At most one shard of a buffer on each rank."""
+"""Shards of a buffer, at most one on each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableStore:
-    """Store of tables and the state of their rows on the devices.
+    """Store of tables, and of the state of their rows, on the devices.
 
     Attributes:
-        layout: Buffers of the placement.
+        layout: Layout of the buffers.
         optimizer: Update rule of rows, which defines their state.
-        mesh: Devices.
+        mesh: Mesh of the devices.
         axes: Mesh axes along which the ranks are numbered.
         shapes: Shape of each table, by its path.
-        dtype: Element type of all tables.
+        dtype: Dtype of all tables.
     """
 
     layout: TableLayout
@@ -113,7 +113,7 @@ class TableStore:
         )
 
     def sharding(self, key: BufferKey) -> NamedSharding:
-        """Returns the sharding of a buffer by rows, and its memory.
+        """Returns the sharding of a buffer by rows, with its memory.
 
         Args:
             key: Key of the buffer.
@@ -133,9 +133,9 @@ class TableStore:
         Args:
             arrays: All tables; replaced arrays are donated.
             name: Path of the table.
-            values: The complete table or state array, or a function that returns some
-                of its rows and columns.
-            kind: Name of the state array, or None for the table.
+            values: Full table or state array, or a function that returns some of its
+                rows and columns.
+            kind: Name of the state array; None for the table.
         """
         source = values if callable(values) else _rows_of(values)
         if name in self.layout.replicated:
@@ -154,7 +154,6 @@ class TableStore:
         return arrays.states[key][kind] if kind else arrays.buffers[key]
 
     def _turns(self, name: str) -> Iterator[tuple[BufferKey, _Turn]]:
-        """Yields the shards of a table by buffer, at most one of a rank at a time."""
         by_rank: dict[tuple[BufferKey, int], list[StoredShard]] = defaultdict(list)
         for each in self.layout.stored[name]:
             by_rank[each.key, each.shard.rank].append(each)
@@ -184,7 +183,7 @@ class TableStore:
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         most = max(each.shard.num_rows for each in turn.values())
         row_bytes = buffer.shape[1] * buffer.dtype.itemsize
-        # A power of two, so that shards of similar sizes share a compiled program.
+        # It is a power of two, so that shards of similar sizes share compiled programs.
         size = min(_power_of_two(most), max(1, _PIECE_BYTES // row_bytes))
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         for first in range(0, most, size):
@@ -202,7 +201,6 @@ class TableStore:
         kind: str | None,
         key: BufferKey,
     ) -> Any:
-        """Writes at most one shard of each rank into a buffer, some rows at a time."""
         ranks, width = self.layout.ranks, buffer.shape[1]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         written = _writer(self.sharding(key), key.memory == "host")
@@ -223,9 +221,9 @@ class TableStore:
         return buffer
 
     def makes_on_devices(self, name: str) -> bool:
-        """Returns whether ``create`` can make a table: all its shards are on devices.
+        """Returns whether ``create`` can make a table.
 
-        A replicated table has no shards.
+        It can if all shards of the table are on devices; a replicated table has none.
 
         Args:
             name: Path of the table.
@@ -238,12 +236,12 @@ class TableStore:
     ) -> TableArrays:
         """Makes a table on the devices, by equal ranges of rows, and distributes it.
 
-        No memory holds the complete table.
+        No memory stores the full table.
 
         Args:
             arrays: All tables; replaced arrays are donated.
             name: Path of the table.
-            make: Function from a random key to the complete table.
+            make: Function from a random key to the full table.
             key: Random key on all devices.
         """
         count, (rows, width) = self.layout.ranks, self.shapes[name]
@@ -281,7 +279,7 @@ class TableStore:
         """Returns where each rank stores the rows that every device sends to all.
 
         ``sources`` are the table rows that each device sends, padded to ``size``. A row
-        that a rank does not store gets an index beyond its buffer.
+        that a rank does not store has an index beyond the rank's buffer.
         """
         ranks, end = self.layout.ranks, buffer.shape[0] // self.layout.ranks
         places = np.full((ranks, len(sources), size), end, np.int32)
@@ -298,11 +296,11 @@ class TableStore:
         return slice(0, 1) if by_row else slice(*each.shard.columns)
 
     def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
-        """Returns the complete tables, or one state array of each, as NumPy arrays.
+        """Returns the full tables, or one state array of each, as NumPy arrays.
 
         Args:
             arrays: All tables.
-            kind: Name of the state array, or None for the tables.
+            kind: Name of the state array; None for the tables.
         """
         if self.mesh.is_multi_process:
             return dict(self.each(arrays, kind))
@@ -319,11 +317,11 @@ class TableStore:
     def each(
         self, arrays: TableArrays, kind: str | None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the path and values of each item of ``collect``, one at a time.
+        """Yields (path, values) of each table of ``collect``, one at a time.
 
         Args:
             arrays: All tables.
-            kind: Name of the state array, or None for the tables.
+            kind: Name of the state array; None for the tables.
         """
         for name in self.shapes:
             yield name, self.gather(arrays, name, kind)
@@ -340,8 +338,8 @@ class TableStore:
         Args:
             arrays: All tables.
             name: Path of the table.
-            kind: Name of the state array, or None for the table.
-            rows: Rows to return, which may differ by process; None returns all.
+            kind: Name of the state array; None for the table.
+            rows: Rows to return, which may differ between processes; default: all.
         """
         rows = range(self.shapes[name][0]) if rows is None else rows
         if name in self.layout.replicated:
@@ -367,11 +365,11 @@ class TableStore:
     ) -> Iterator[tuple[str, Rows, slice, np.ndarray]]:
         """Yields (table, rows, columns, values) of this process's part of all tables.
 
-        Exactly one process yields each value. Nothing is exchanged.
+        Exactly one process yields each value. Processes exchange nothing.
 
         Args:
             arrays: All tables.
-            kind: Name of the state array to yield; None for the tables.
+            kind: Name of the state array; None for the tables.
         """
         for name in self.layout.replicated:
             whole = arrays.replicated[name]
@@ -410,7 +408,7 @@ def _rows_of(values: np.ndarray) -> RowSource:
 def _writer(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
     """Returns the program that writes some rows of each rank into a buffer.
 
-    It is a function of (buffer, rows of the buffer, values).
+    Its arguments are the buffer, rows of the buffer, and their values.
     """
     axes = PartitionSpec(sharding.spec[0])
     mapped = jax.shard_map(
@@ -425,11 +423,11 @@ def _writer(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
 
 @functools.cache
 def _mover(sharding: NamedSharding, size: int) -> Callable[[Any], Any]:
-    """Returns the program that copies rows of a table by ranges into a buffer.
+    """Returns the program that copies rows of a table, in ranges, into a buffer.
 
-    It is a function of (buffer, table, first row to copy in each device's part of the
-    table, rows of the buffer for the copied rows, first column of each rank's shard).
-    ``size`` is the number of rows that each device copies.
+    Its arguments are the buffer, the table, the first row to copy in each device's part
+    of the table, the rows of the buffer for them, and the first column of each rank's
+    shard. Each device copies ``size`` rows.
     """
     axes = sharding.spec
 
@@ -448,9 +446,9 @@ def _mover(sharding: NamedSharding, size: int) -> Callable[[Any], Any]:
 
 @functools.cache
 def _reader(sharding: NamedSharding, on_host: bool) -> Callable[[Any], Any]:
-    """Returns the program that gives all processes some rows of each rank.
+    """Returns the program that returns some rows of each rank on all processes.
 
-    It is a function of (buffer, rows of the buffer).
+    Its arguments are the buffer and rows of the buffer.
     """
     axes = PartitionSpec(sharding.spec[0])
     mapped = jax.shard_map(

@@ -1,4 +1,4 @@
-"""One plan for a model with tables: tables as data in the plan of the dense part."""
+"""Stores the tables of a plan as data in the plan of the dense part."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from whalejax.tables.tables_plan import TablesPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRecord:
-    """Record of a plan's tables without the placement; see ``TablesPlan``.
+    """Data of a plan's tables without the placement, from ``TablesPlan``.
 
     Attributes:
         rows, model_paths, sections, cut, use: Fields of ``TablesPlan``, unchanged.
-        refused: (path, reason why it is not a table) pairs.
-        batch, batch_tree: Leaves of the global batch, and the containers around them.
+        refused: (Path, reason why it is not a table) pairs.
+        batch, batch_tree: Leaves of the global batch, and their containers.
         program_hash: Field of ``TablesPlan``, unchanged.
     """
 
@@ -59,10 +59,10 @@ class TablesRecord:
 
 
 def whole_plan(plan: TablesPlan) -> Plan:
-    """Returns the plan of the dense part, with the tables in it.
+    """Returns the plan of the dense part, with the tables as data.
 
     Args:
-        plan: Plan of both.
+        plan: Plan of tables and dense part.
     """
     record = TablesRecord(
         rows=plan.rows,
@@ -78,17 +78,14 @@ def whole_plan(plan: TablesPlan) -> Plan:
     document = {**encode(record), "placement": placement_data(plan.placement)}
     if plan.beside is not None:
         document["beside"] = placement_data(plan.beside)
-    # In the form of a file, so that a plan equals the one read back.
+    # The data have the form of a file, so that a plan equals the one that is read back.
     data = TablesData(json.loads(json.dumps(document)))
     whole = plan.use.added_to(plan.dense)
     return dataclasses.replace(whole, tables=data, work=_whole_work(plan))
 
 
 def _whole_work(plan: TablesPlan) -> ModelWork | None:
-    """Returns the size of the model with tables, and the work of the dense part.
-
-    None if the work is unknown.
-    """
+    """Returns the size of the full model and the dense part's work, or None."""
     work = plan.dense.work
     if work is None:
         return None
@@ -100,11 +97,12 @@ def _whole_work(plan: TablesPlan) -> ModelWork | None:
 
 
 def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
-    """Returns the tables and the dense part of a plan.
+    """Returns the plan of tables and dense part from a plan with tables as data.
 
     Args:
         plan: Plan with tables.
-        batch: The global batch, if the plan does not record its containers.
+        batch: Global batch, needed if the plan does not record its containers; default:
+            None.
 
     Raises:
         PlanError: The plan has no tables, or its file is damaged.
@@ -137,20 +135,17 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
 
 
 def _without_prefixes(plan: Plan) -> Plan:
-    """Returns a plan of the dense part whose paths are those of the model.
-
-    In older plans they have prefixes.
-    """
+    """Returns a plan with the model's paths, which older plans prefix."""
     prefixed = any(leaf.path.startswith(OLD_PREFIXES) for leaf in plan.leaves)
     return _renamed(plan) if prefixed else plan
 
 
 _NAMED: Final = frozenset("leaves roles compute storage path axes name aliases".split())
-"""Fields of plans and their entries that have names of parameters."""
+"""Fields of plans and their entries that contain names of parameters."""
 
 
 def _renamed(value: Any) -> Any:
-    """Returns a value whose names of parameters have no prefix."""
+    """Returns a value in which names of parameters have no prefix."""
     if isinstance(value, str):
         for prefix in OLD_PREFIXES:
             value = value.removeprefix(prefix)
@@ -168,14 +163,13 @@ def program_hash(program: TableProgram) -> str:
     """Returns the hash of a traced loss: its operations, their order and operands.
 
     Args:
-        program: The loss, cut at its lookups.
+        program: Loss of the model, cut at its lookups.
     """
     text = json.dumps(_described(*_compat.open_jaxpr(program.traced)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
-    """Returns equations as names, shapes and constant values."""
     numbers: dict[Any, int] = {}
     for variable in (*body.constvars, *body.invars):
         numbers[variable] = len(numbers)
@@ -202,7 +196,7 @@ def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a parameter has the same text in every process."""
+    """Returns whether a parameter of an equation has the same text in every process."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)

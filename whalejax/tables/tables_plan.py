@@ -1,4 +1,4 @@
-"""Result of planning a model with tables: a placement and a plan of the rest."""
+"""Plan of a model with tables: their placement, and a plan of the dense part."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 class TablesPlan:
     """Plan of a model with embedding tables; ``wh.plan_tables`` makes one.
 
-    ``print`` shows it, ``why(path)`` explains a table or a parameter, and
+    ``print`` shows it, and ``why(path)`` explains a table or a parameter.
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Placement of the tables in processes if any, else of all tables.
-        dense: Plan of everything else, which divides the batch.
+        placement: Placement of the tables in processes, or of all tables if none is.
+        dense: Plan of the dense part, which divides the batch.
         rows: Update rule of rows.
         refused: Reason why a looked-up parameter is not a table, by its path.
         model_paths: Path of every trained leaf.
-        batch: Structure of a global batch, of abstract arrays.
-        sections: Division of work, if tables are in processes of their own; None if the
-            devices of the dense part hold them.
-        program_hash: Hash of the loss as it was traced.
-        beside: Placement of tables on the dense part's devices, beside processes.
+        batch: Global batch as a structure of abstract arrays.
+        sections: Sections, if tables are in processes of their own; None if all tables
+            are on the devices of the dense part.
+        program_hash: Hash of the traced loss.
+        beside: Placement of the tables on the dense part's devices, if others are in
+            processes; else None.
         cut: Costs of each table in either section, if there may be two.
         use: Memory and traffic of the tables on the dense part's devices.
     """
@@ -72,16 +73,16 @@ class TablesPlan:
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
-        """Parameters of the dense part that are trained, in the order of their tree."""
+        """Trained parameters of the dense part, in the order of their tree."""
         return self.dense.trained
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of parts of the global batch, computed one after the other."""
+        """Number of micro-batches of a step."""
         return self.dense.num_micro_batches
 
     def why(self, path: str) -> str:
-        """Explains the placement of a table or another parameter.
+        """Returns the reason for the placement of a table or another parameter.
 
         Args:
             path: Dotted path of a parameter, or its beginning.

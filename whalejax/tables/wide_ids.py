@@ -1,4 +1,4 @@
-"""Ids of 64 bits, which JAX narrows to 32 bits by default."""
+"""Refuses ids of 64 bits that JAX would change, as it narrows them by default."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from whalejax.meshes.checks import Arguments
 
 
 def check_32_bits(batch: Any) -> None:
-    """Refuses integers that JAX would change.
+    """Refuses integers that JAX would change to 32 bits.
 
     Args:
-        batch: A batch with values; leaves on devices are already narrow.
+        batch: Batch with values; leaves on devices are already narrow.
 
     Raises:
         WhaleError: An integer does not fit in 32 bits, and ``jax_enable_x64`` is off.
@@ -31,7 +31,7 @@ def check_32_bits(batch: Any) -> None:
             value = most if most > narrow.max else least
             problems.add(
                 f"{jax.tree_util.keystr(path)} has the value {value}, which does not "
-                "fit in 32 bits, and JAX would take another one; hash it into the rows "
-                "of its table, or set jax_enable_x64"
+                "fit in 32 bits, so JAX would use another value; hash it into the "
+                "rows of its table, or set jax_enable_x64"
             )
     problems.raise_if_any()

@@ -1,14 +1,14 @@
-"""A plan as mappings from dimension names to mesh axes: computation, parameters.
+"""Returns a plan as mappings from dimension names to mesh axes.
 
 Libraries of named axes (haliax, Levanter) take one mapping for activations and one for
-parameters; MaxText's rules name both separately. ``export.flax_rules`` has one table
-for both, which can express less. Parameters that a mapping cannot express are listed,
-with their bytes.
+parameters, and MaxText's rules name both separately. ``export.flax_rules`` has one
+table for both, which can express fewer plans. Parameters that a mapping cannot express
+are listed with their bytes.
 
 Without metadata, dimensions have only names such as ``"blocks.*.up.kernel[1]"``, from
-their parameters. A config needs a word, as Flax, MaxText and T5X use. It is derived
-from the paths of the parameters, as people read them; if these suggest none, it is made
-of the path.
+the paths of their parameters. Config files need a word such as Flax, MaxText and T5X
+use. The words in a path suggest it. If they suggest none, the path itself becomes the
+word.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from whalejax.planner.sharding.layout import STAGE, Spec
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A dimension of a parameter, with the words of its path in lower case."""
+    """Dimension of a parameter, with the words of its path in lower case."""
 
     words: tuple[str, ...]
     dim: int
     rank: int
 
     def has(self, *parts: str) -> bool:
-        """Whether some word of the path equals or begins with one of some texts."""
+        """Whether a word of the path equals or begins with one of the given texts."""
         return any(
             word == part or (len(part) > 3 and word.startswith(part))
             for part in parts
@@ -48,8 +48,8 @@ class _Place:
 def logical_names(plan: PlanData) -> dict[str, str]:
     """Returns a config name for each dimension, by its name in the plan.
 
-    Names from the model's metadata stay. Names are unique: a second dimension of the
-    same meaning gets the suffix ``_2``.
+    Names from the model's metadata are kept. A second dimension of the same meaning
+    gets the suffix ``_2``, so names are unique.
 
     Args:
         plan: The plan.
@@ -76,7 +76,7 @@ def _places(role: RoleInfo, ranks: Mapping[str, int]) -> list[_Place]:
 
 
 def _layer_dims(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
-    """Returns the dimensions of stacked layers: first in several equal parameters."""
+    """Returns the stacked layers' dimensions: the first in several equal parameters."""
     found = set()
     for role in plan.roles:
         places = _places(role, ranks)
@@ -115,7 +115,7 @@ def _is_table_of_places(place: _Place) -> bool:
 
 
 def _by_path(place: _Place) -> str:
-    """Returns the logical name that a parameter's path suggests; else an empty text."""
+    """Returns the name that a parameter's path suggests, or an empty text."""
     last = place.rank - 1
     if place.words[-1] in ("layers", "blocks") and place.dim == 0:
         return "layers"
@@ -144,11 +144,11 @@ class AxisMappings:
     """Mesh axes of every sharded dimension, by the names of ``Plan.logical_axes``.
 
     Attributes:
-        compute: Dimensions of activations, the batch among them.
-        experts: Dimensions inside the experts of a mixture, if they differ; else empty.
-        parameters: Dimensions of stored parameters.
-        exceptions: Bytes of the parameters that the plan stores otherwise, by path with
-            layers merged.
+        compute: Mesh axes of the dimensions of activations, including the batch.
+        experts: The same inside the experts of a mixture, if it differs; else empty.
+        parameters: Mesh axes of the dimensions of stored parameters.
+        exceptions: Bytes of the parameters that the plan stores in another way, by
+            path; repeated layers have one path.
     """
 
     compute: Mapping[str, Axes]
@@ -157,9 +157,7 @@ class AxisMappings:
     exceptions: Mapping[str, int]
 
     def exception_text(self) -> str:
-        """Describes the parameters that the mapping stores otherwise; else an empty
-        text.
-        """
+        """Returns the text on parameters that the plan stores in another way."""
         if not self.exceptions:
             return ""
         listed = [*self.exceptions][:3]
@@ -180,9 +178,10 @@ def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
         form: Name of the format in errors.
 
     Raises:
-        PlanError: Stages with layouts of their own, unequal shares, embedding tables,
-            regions that shard one dimension over different axes, or layers that are
-            stacked over stages along a dimension without a name.
+        PlanError: One mapping cannot express the plan: stages with layouts of their
+            own, unequal shares, embedding tables, regions that shard one dimension over
+            different axes, or layers stacked over stages along a dimension without a
+            name.
     """
     check_one_program(plan, form)
     names = logical_names(plan)
@@ -218,7 +217,7 @@ def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
 
 
 def degrees(plan: PlanData) -> dict[str, tuple[int, int]]:
-    """Returns the sizes of each mesh axis inside a node or slice, and between them."""
+    """Returns (size inside a node or slice, size between them) of each mesh axis."""
     sizes = dict(plan.axes)
     outermost = plan.cluster.levels[-1]
     network = None if len(plan.cluster.nodes) == 1 or outermost.torus else outermost
@@ -251,22 +250,21 @@ def check_one_program(plan: PlanData, form: str) -> None:
         form: Name of the format in errors.
 
     Raises:
-        PlanError: Stage programs, unequal shares, or embedding tables in addition to
-            the dense part.
+        PlanError: The plan has stage programs, unequal shares, or embedding tables.
     """
     if plan.stage_plans:
         raise PlanError(
-            "the stages of this plan have layouts of their own, which no one table or "
-            "mesh says. Export each of plan.stages.plans"
+            "the stages of this plan have layouts of their own, which no single table "
+            "or mesh expresses. Export each of plan.stages.plans"
         )
     if plan.shares or plan.pipelines:
         raise PlanError(
-            "unlike devices take unequal shares of the batch under this plan, and "
-            f"{form} cannot say that. Plan for devices of one kind"
+            "devices of different kinds have unequal shares of the batch in this "
+            f"plan, which {form} cannot express. Plan for devices of one kind"
         )
     if plan.tables is not None:
         raise PlanError(
-            f"this plan places embedding tables, and {form} cannot say where. Plan the "
+            f"this plan places embedding tables, which {form} cannot express. Plan the "
             "dense part alone, or use plan.partition_specs()"
         )
 
@@ -276,11 +274,11 @@ def _names(leaf: LeafPlan, names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _parameters(plan: PlanData, names: Mapping[str, str]) -> dict[str, Axes]:
-    """Returns the axes with which most bytes of each name are stored in the plan.
+    """Returns the axes over which most bytes of each name are stored in the plan.
 
     A library of named axes shards each dimension by its name alone, and no axis may
-    occur twice in a parameter. If a parameter has two names, the name with fewer bytes
-    stays unsharded.
+    occur twice in a parameter. If two names of a parameter have the same axis, the name
+    with fewer bytes stays unsharded.
     """
     bytes_of: dict[str, dict[Axes, int]] = defaultdict(lambda: defaultdict(int))
     for leaf in plan.leaves:

@@ -1,4 +1,4 @@
-"""Places a plan in the taxonomy of distributed training: ``plan.describe()``.
+"""Describes a plan in the terms of surveys of distributed training.
 
 The aspects follow two surveys: what is parallel (data, operators, layers), which parts
 are synchronous, and what is exchanged over which topology (Ben-Nun and Hoefler,
@@ -44,7 +44,7 @@ def describe(plan: PlanData) -> str:
     """Describes a plan's parallelism, synchrony and traffic.
 
     Args:
-        plan: Any plan.
+        plan: The plan, of any kind.
 
     Returns:
         Lines of text; each begins with its aspect.
@@ -164,7 +164,7 @@ SENT = {
     "rows": "rows of embedding tables",
     "row gradients": "gradients of rows",
 }
-"""Contents of collectives, in words."""
+"""Text of what a collective transfers, by its contents."""
 
 _HANDED = {
     "activation": "activations from stage to stage",

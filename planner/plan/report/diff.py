@@ -1,8 +1,7 @@
 """Compares two plans: lists their changes in words, bytes and seconds.
 
-``plan.diff(other)`` returns them. Single settings have no cost, since they act
-together: their joint cost is in the terms of time and memory. The cost of a parameter
-is in its row.
+A single setting has no cost of its own, as settings act together. The terms of time and
+memory have their joint cost. The row of a parameter has the parameter's cost.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ class QuantityChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficShift:
-    """Equal collectives of one step.
+    """Collectives of one kind, axes and contents in one step, before and after.
 
     Attributes:
         what: Kind of traffic, such as ``"all-gather over fsdp of parameter"``.
-        bytes_before, bytes_after: Payload bytes on one device, of the stage with most.
+        bytes_before, bytes_after: Payload bytes on one device of the busiest stage.
         seconds_before, seconds_after: Seconds on the links; part of them may be
             overlapped with computation.
     """
@@ -87,15 +86,15 @@ class TrafficShift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafShift:
-    """Equal parameters whose layout or collectives differ.
+    """Equal parameters whose layout or collectives differ between two plans.
 
     Attributes:
-        label: Path of the parameters, with ``×4`` if four layers were merged.
+        label: Path of the parameters; ``×4`` follows if four layers are merged.
         before, after: Text of the layouts; empty if a plan lacks the parameters.
         collectives_before, collectives_after: Text of each parameter's collectives in
             one step.
-        bytes_before, bytes_after: Bytes of these parameters on a device that stores
-            them.
+        bytes_before, bytes_after: Bytes of these parameters on one device that stores
+            some.
         seconds_before, seconds_after: Seconds of their collectives in one step, on the
             links; part of them may be overlapped with computation.
     """
@@ -150,10 +149,10 @@ class PlanDiff:
         return {"whalejax_diff": 1, **dataclasses.asdict(self)}
 
     def lines(self, width: int | None, *, all_rows: bool = False) -> list[Line]:
-        """Renders the differences in lines.
+        """Returns the lines of text that ``print`` shows.
 
         Args:
-            width: Columns of a line; None breaks none.
+            width: Columns of a line; None for lines of any length.
             all_rows: Whether to show every parameter, not only the largest changes.
         """
         check_lines(width, all_rows)
@@ -176,7 +175,7 @@ class PlanDiff:
         return lines
 
     def _rows(self, all_rows: bool) -> list[list[str]]:
-        """Returns the cells of the parameters; the smallest changes share a row."""
+        """Returns the cells of each parameter's row; small changes share the last."""
         by_change = sorted(
             self.leaves,
             key=lambda leaf: (-abs(leaf.more_seconds), -abs(leaf.more_bytes)),
@@ -246,7 +245,7 @@ def diff(before: PlanData, after: PlanData) -> PlanDiff:
     """Returns the changes from one plan to another.
 
     Args:
-        before, after: Plans of the same model or of two models, on any clusters.
+        before, after: Plans of one model or of two, on any clusters.
 
     Raises:
         PlanError: ``after`` is not a plan.
@@ -293,7 +292,7 @@ def _shifts(
 
 def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
     pairs = zip(_settings(before), _settings(after), strict=True)
-    # The hash of a model includes its batch, which has a line of its own.
+    # The model's hash covers its batch, which has a line of its own.
     same = _parameters(before) == _parameters(after)
     resized = same and [x.shape for x in before.batch] != [x.shape for x in after.batch]
     found = [

@@ -1,6 +1,7 @@
-"""A plan in the formats of other systems: Flax's rules, MaxText's flags, files.
+"""Writes a plan in the formats of other systems: Flax's rules, MaxText's flags, files.
 
-Each format can express less than a plan. The rest is refused, or named in the file.
+No format expresses all of a plan. The other decisions are listed in the file, or the
+export is refused.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from whalejax.planner.sharding.layout import STAGE, Spec
 
 
 Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
-"""Dimensions by name, and the mesh axes that shard them."""
+"""(Dimension, mesh axes that shard it) pairs."""
 
 
 def flax_rules(plan: PlanData) -> Rules:
-    """Returns the logical dimensions and the mesh axes that shard them.
+    """Returns a table of rules: logical dimensions with the mesh axes that shard them.
 
-    A table of rules has one entry for each dimension, both for activations and for
-    parameters, and the first entry whose axis is free applies. The dimensions that the
-    computation shards come first, so that activations get their axes. Then follow those
-    that ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
+    The table has one entry per dimension, for both activations and parameters. Of
+    several dimensions with the same axis, the first gets it. So the table begins with
+    dimensions that the computation shards. Dimensions that only ``fsdp`` shards follow,
+    then stacked layers, which ``stage`` divides.
 
     Raises:
         PlanError: Two regions, or computation and storage, need different axes; a
             parameter would not be stored as planned; or the plan has unequal shares,
-            embedding tables, or stages with own layouts.
+            embedding tables, or stages with layouts of their own.
     """
     check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
@@ -95,7 +96,7 @@ def flax_rules(plan: PlanData) -> Rules:
 
 
 def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of every parameter's dimensions as in the rules, by path.
+    """Returns the names of each parameter's dimensions in the rules, by its path.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh
@@ -131,9 +132,9 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 def _before(
     plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
-    """Orders the names so that each parameter's sharded names come first.
+    """Orders the names so that each parameter's sharded names come before the others.
 
-    If no order suits all parameters, some of the others keep the given order.
+    If no order suits all parameters, some names keep the given order.
     """
     after: dict[str, set[str]] = {name: set() for name in order}
     for leaf in plan.leaves:
@@ -152,14 +153,14 @@ def _before(
 
 
 def maxtext_flags(plan: PlanData) -> dict[str, int]:
-    """Returns the degrees inside a slice or node (``ici``) and between them (``dcn``).
+    """Returns the sizes of mesh axes inside a slice (``ici``) and between (``dcn``).
 
-    Axes of size 1 are omitted; MaxText takes them as 1.
+    Axes of size 1 are omitted, as MaxText's default is 1.
 
     Raises:
-        PlanError: MaxText has no flags for the plan: stages with their own layouts,
-            unequal shares, embedding tables, or ``tensor`` sharding the batch in a part
-            of the model.
+        PlanError: MaxText has no flags for the plan: it has stages with layouts of
+            their own, unequal shares or embedding tables, or ``tensor`` shards the
+            batch in a part of the model.
     """
     check_one_program(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
@@ -180,7 +181,7 @@ FORMS: Final = ("maxtext", "axlearn", "haliax", "levanter", "jobset", "skypilot"
 """Formats of exported files."""
 
 _OF_SEVERAL: Final = ("axlearn", "skypilot")
-"""Formats that have an entry for each of several clusters."""
+"""Formats with an entry for each of several clusters."""
 
 
 def check_export(
@@ -195,7 +196,7 @@ def check_export(
 
     Args:
         form, name, image, command: Arguments of ``export``.
-        called: Name of the user's argument for the format.
+        called: Name of the argument ``form`` in errors; default: ``"form"``.
 
     Raises:
         PlanError: Lists every wrong argument.
@@ -228,12 +229,13 @@ def export(
     """Returns the text of a file for another system.
 
     Args:
-        plans: One plan, or a search's, best first; formats for one plan take the first.
+        plans: One plan, or the plans of a search, best first. Formats for one plan use
+            the first.
         form: One of ``FORMS``.
         name: Name of the job, for a JobSet or SkyPilot.
         image: Container image, which a JobSet needs.
-        command: Shell command that starts the run; None takes ``whalejax train`` or
-            ``python train.py``.
+        command: Shell command that starts the run; default: ``whalejax train`` on one
+            host, ``python train.py`` on several.
 
     Raises:
         PlanError: The format cannot express the plan, or an argument is wrong.

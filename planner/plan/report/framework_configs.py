@@ -1,4 +1,4 @@
-"""A plan as the configuration files of other libraries: MaxText, AXLearn, Levanter.
+"""Writes a plan as a configuration file: MaxText, AXLearn, haliax or Levanter.
 
 The comment at the top of each file lists decisions that the file cannot express.
 The formats follow AI-Hypercomputer/maxtext (``configs/custom_mesh_and_rule``),
@@ -40,14 +40,14 @@ def header(
 
     Args:
         plans: Exported plans.
-        unsaid: Text of the decisions that the file cannot express.
+        unsaid: Decisions that the file cannot express, as text.
         said: Additional sentences.
     """
     lines = []
     for plan in plans:
         lines.append(f"WhaleJAX: {layout_text(plan)}, on {plan.cluster.describe()}.")
     if listed := [*dict.fromkeys(unsaid)]:
-        lines.append(f"Not said here, and part of the plan: {'; '.join(listed)}.")
+        lines.append(f"Parts of the plan that this file lacks: {'; '.join(listed)}.")
     lines += said
     wrapped = [part for line in lines for part in textwrap.wrap(line, 86)]
     return "".join(f"# {line}\n" for line in wrapped)
@@ -58,7 +58,8 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
 
     Args:
         plan: The plan.
-        said: Expressed decisions: ``"precision"``, ``"micro-batches"``, ``"options"``.
+        said: Decisions to leave out: ``"precision"``, ``"micro-batches"``,
+            ``"options"``.
     """
     found = []
     if plan.precision != "f32" and "precision" not in said:
@@ -82,23 +83,23 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
 
 
 def named_mappings(plan: PlanData, form: str) -> AxisMappings:
-    """Returns the mappings for libraries of named axes, which run one program.
+    """Returns the axis mappings of a plan of one program.
 
     Raises:
-        PlanError: The plan has stages, or experts whose batch is sharded otherwise.
+        PlanError: The plan has stages, or its experts shard the batch differently.
     """
     if STAGE in dict(plan.axes):
         raise PlanError(
-            f"{form} has no pipelines, and this plan has "
-            f"{dict(plan.axes)[STAGE]} stages. Plan with mesh={{'stage': 1}}"
+            f"{form} has no pipelines, but this plan has {dict(plan.axes)[STAGE]} "
+            f"stages. Plan with mesh={{'stage': 1}}"
         )
     found = axis_mappings(plan, form)
     if found.experts:
         listed = ", ".join(f"{n} over {'+'.join(a)}" for n, a in found.experts.items())
         raise PlanError(
-            f"the experts of this plan are sharded otherwise ({listed}) than the rest "
-            f"of the model, and {form} has one mapping for both. Plan with "
-            "mesh={'expert': 1}"
+            f"the experts of this plan are sharded differently ({listed}) from the "
+            f"rest of the model, but {form} has one mapping for both. Plan with "
+            f"mesh={{'expert': 1}}"
         )
     return found
 
@@ -136,7 +137,7 @@ def levanter_text(plan: PlanData) -> str:
             for name, axes in mapping.items()
         }
 
-    own = {"mlp": ["model"], "heads": ["model"]}  # Otherwise Levanter's defaults apply.
+    own = {"mlp": ["model"], "heads": ["model"]}  # Replaces defaults of Levanter.
     batch = _batch_size(plan)
     rows = batch // plan.num_micro_batches
     ranks = math.prod(
@@ -171,7 +172,7 @@ _PRECISIONS: Final = {
     "bf16": "p=f32,c=bfloat16",
     "f16": "p=f32,c=float16",
 }
-"""jmp policies, which Levanter reads, by the plan's compute precision."""
+"""jmp policies that Levanter reads, by the plan's compute precision."""
 
 
 # ---------------------------------------------------------------- MaxText
@@ -211,8 +212,8 @@ _MAXTEXT_REMAT: Final = {"full": "full", "dots": "minimal", "none": "none"}
 def maxtext_text(plan: PlanData) -> str:
     """Returns YAML for MaxText's ``configs/custom_mesh_and_rule``.
 
-    Weights and activations have separate names there. Mesh sizes and options of the
-    step are flags of the command, which the comment at the top names.
+    Its rules name weights and activations separately. Mesh sizes and options of the
+    step are flags of MaxText's command; the comment at the top of the file lists them.
     """
     found = axis_mappings(plan, "MaxText's rules")
     axes = [axis for axis in MESH_AXES if dict(plan.axes).get(axis, 1) > 1]
@@ -247,7 +248,7 @@ def maxtext_text(plan: PlanData) -> str:
 
 
 def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
-    """Returns the axes by a dimension's meaning: ``heads_2`` counts as ``heads``."""
+    """Returns the axes by a dimension's meaning; ``heads_2`` counts as ``heads``."""
     merged: dict[str, Axes] = {}
     problems = Problems("MaxText's rules cannot say this plan", PlanError)
     for name, axes in found.items():
@@ -263,7 +264,7 @@ def _maxtext_axes(found: Mapping[str, Axes], what: str) -> dict[str, Axes]:
 
 
 def _maxtext_command(plan: PlanData) -> tuple[list[str], list[str]]:
-    """Returns the flags for a plan's other decisions, and those without a flag."""
+    """Returns flags for other decisions, and the decisions without a flag."""
     flags = ["custom_mesh_and_rule=NAME_OF_THIS_FILE"]
     for axis, (inside, between) in degrees(plan).items():
         word = "pipeline" if axis == STAGE else axis
@@ -326,15 +327,15 @@ _TPU_TYPES: Final = {
     "v5p": ("tpu-v5p-{size}", 2),
     "v6e": ("tpu-v6e-{size}", 1),
 }
-"""Accelerator types, and the number that each counts per chip."""
+"""(Accelerator type, number that its name counts per chip) by kind of TPU."""
 
 
 def axlearn_text(plans: Sequence[PlanData]) -> str:
-    """Returns Python source of ``mesh_rules``, one for each plan.
+    """Returns Python source of ``mesh_rules`` with one rule for each plan.
 
     Raises:
-        PlanError: No mesh expresses a plan, or its ``tensor`` axis shards the batch,
-            which AXLearn's ``model`` axis does not.
+        PlanError: No mesh expresses a plan, or its ``tensor`` axis shards the batch.
+            AXLearn's ``model`` axis cannot do that.
     """
     rules, unsaid, said = [], list[str](), list[str]()
     for plan in plans:
@@ -342,7 +343,7 @@ def axlearn_text(plans: Sequence[PlanData]) -> str:
         if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
             raise PlanError(
                 "tensor shards the batch under this plan, which AXLearn's model axis "
-                "does not. Fix the mesh, as in mesh={'tensor': 1}"
+                "cannot do. Fix the mesh, as in mesh={'tensor': 1}"
             )
         rules.append(_axlearn_rule(plan))
         unsaid += unsaid_options(plan, "micro-batches")
@@ -352,8 +353,8 @@ def axlearn_text(plans: Sequence[PlanData]) -> str:
                 f"{plan.cluster.kinds[0].name}."
             )
     said.append(
-        "A rule says the mesh; which axis shards which parameter is the model's own "
-        "(set_double_shard_weights_config)."
+        "A rule gives the mesh. The model itself decides which axis shards which "
+        "parameter (set_double_shard_weights_config)."
     )
     body = "".join(textwrap.indent(rule, "    ") for rule in rules)
     text = f"mesh_rules = (\n{body})\n"
@@ -416,7 +417,7 @@ def tpu_type(cluster: Cluster) -> str:
     """Returns Google's name for one slice of a TPU, such as ``tpu-v5p-128``.
 
     Args:
-        cluster: Slices of one kind and size.
+        cluster: Cluster whose slices have one kind and size.
 
     Raises:
         PlanError: The generation has no such name.
@@ -424,7 +425,7 @@ def tpu_type(cluster: Cluster) -> str:
     kind = cluster.kinds[0].name
     if kind not in _TPU_TYPES:
         raise PlanError(
-            f"there is no accelerator type for {kind} here; known are "
+            f"no accelerator type is known for {kind}; expected one of "
             f"{', '.join(_TPU_TYPES)}"
         )
     pattern, cores = _TPU_TYPES[kind]
@@ -435,12 +436,12 @@ def tpu_type(cluster: Cluster) -> str:
 
 
 def yaml_text(value: object, indent: int = 0) -> str:
-    """Returns plain data as YAML: mappings in blocks, plain lists in one line.
+    """Returns plain data as YAML: mappings as blocks, plain lists in one line.
 
     Args:
-        value: Mappings with text as keys, lists, texts, numbers and booleans. A text of
+        value: Mapping with text as keys, list, text, number or boolean. A text of
             several lines is written as a block.
-        indent: Columns before each line.
+        indent: Number of blanks before each line; default: 0.
 
     >>> print(yaml_text({"a": 1, "b": {"c": ["x", "y"], "d": {}}}), end="")
     a: 1

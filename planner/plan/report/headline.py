@@ -1,12 +1,12 @@
 """Computes a plan's first numbers: model size, speed and price.
 
-FLOP/s and the utilization of devices (MFU) follow ``planner.cost.model_work``.
-The utilization is relative to the peaks of the plan's devices, in the type of most of
-the model's products, such as TensorFloat-32 for float32 on an H100.
+``planner.cost.model_work`` defines FLOP/s and the utilization of devices (MFU). The
+utilization is relative to the peaks of the plan's devices in the dtype of most of the
+model's products, such as TensorFloat-32 for float32 on an H100.
 
-Users give the price of a kind as ``kinds.NAME.price_per_hour`` of a cluster file or an
-entry of ``prices=`` of ``wh.search``; its currency is unknown. ``prices.toml`` has
-prices of the other kinds, with their currency and day.
+Users give the price of a device kind as ``kinds.NAME.price_per_hour`` in a cluster
+file, or in ``prices=`` of ``wh.search``. The currency of such a price is unknown.
+``prices.toml`` has the prices of other kinds, with currency and date.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HourlyPrice:
-    """Price of a cluster's devices for an hour.
+    """Price of a cluster's devices for one hour.
 
     Attributes:
-        amount: Price of all devices, used or not.
-        currency: Code such as ``"USD"``; empty for prices from the user.
-        as_of: Day of the oldest price, as ``"2026-05-01"``; empty for the user's.
+        amount: Price of all devices, including idle ones.
+        currency: Code such as ``"USD"``; empty for prices that the user gave.
+        as_of: Date of the oldest price, as ``"2026-05-01"``; empty for the user's
+            prices.
     """
 
     amount: float
@@ -53,9 +54,9 @@ class HourlyPrice:
 
 
 def hourly_price(cluster: Cluster) -> HourlyPrice | None:
-    """Returns the price of a cluster for an hour; None if a kind has no price.
+    """Returns the price of a cluster for one hour, or None if a kind has no price.
 
-    Prices from users are not added to listed ones, since their currency is unknown.
+    The currency of users' prices is unknown, so they are not added to listed prices.
 
     >>> from whalejax.meshes import cluster
     >>> hourly_price(cluster("h100:8")).currency
@@ -85,7 +86,7 @@ def hourly_price(cluster: Cluster) -> HourlyPrice | None:
 
 
 def listed_price(kind: DeviceKind) -> HourlyPrice | None:
-    """Returns the public price of one device of a kind; None for unlisted kinds."""
+    """Returns the list price of one device of a kind, or None if it has none."""
     currency, listed = _list_prices()
     if kind.name not in listed:
         return None
@@ -94,7 +95,7 @@ def listed_price(kind: DeviceKind) -> HourlyPrice | None:
 
 
 def price_notes(clusters: Iterable[Cluster]) -> list[str]:
-    """Returns the sources of the clusters' prices, for the reader of a table.
+    """Returns notes on the sources of the clusters' prices, for the reader of a table.
 
     >>> from whalejax.meshes import cluster
     >>> price_notes([cluster("h100:8"), cluster("v5p:2x2x2")])[0]
@@ -115,7 +116,7 @@ def price_notes(clusters: Iterable[Cluster]) -> list[str]:
     if given and listed:
         notes.append(
             f"prices of {', '.join(given)} are yours, in your currency: compare them "
-            "only if it is that of the list"
+            "with listed prices only if both have the same currency"
         )
     if unknown:
         first = unknown[0]
@@ -145,10 +146,10 @@ class Throughput:
         work: Size of the model and work of a step.
         step_seconds: Seconds of a step, predicted or measured.
         num_devices: Number of devices that the plan uses.
-        dtype: Type in which devices multiply most, such as ``"bf16"``; several types
-            for devices of several kinds, as ``"f16 and f32"``.
-        peak_flops_per_second: Sum of the devices' peaks in that type.
-        price: Price of the cluster for an hour; None if unknown.
+        dtype: Dtype of most matrix products, such as ``"bf16"``. Several for devices of
+            several kinds, as ``"f16 and f32"``.
+        peak_flops_per_second: Sum of the devices' peak FLOP/s in that dtype.
+        price: Price of the cluster for one hour, or None if unknown.
     """
 
     work: ModelWork
@@ -160,12 +161,12 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of training per second."""
+        """Samples that are trained per second."""
         return self.work.samples / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of training per second; None if a batch has none."""
+        """Tokens that are trained per second; None if a batch has none."""
         return self.work.tokens / self.step_seconds if self.work.tokens else None
 
     @property
@@ -175,7 +176,7 @@ class Throughput:
 
     @property
     def device_flops_per_second(self) -> float:
-        """Average FLOP/s of one device, without recomputation."""
+        """Model FLOP/s per device on average, without recomputation."""
         return self.work.step_flops / self.step_seconds / self.num_devices
 
     @property
@@ -185,16 +186,16 @@ class Throughput:
 
     @property
     def step_price(self) -> float | None:
-        """Price of a step; None if a device has no price."""
+        """Price of a step; None if a device kind has no price."""
         return None if self.price is None else self.run_price(self.work.units)
 
     @property
     def million_price(self) -> float | None:
-        """Price of a million tokens, or samples; None if a device has no price."""
+        """Price of a million tokens, or samples; None if a device kind has no price."""
         return None if self.price is None else self.run_price(1_000_000)
 
     def run_seconds(self, units: float) -> float:
-        """Returns the seconds of a run.
+        """Returns the seconds that a run of some length takes.
 
         Args:
             units: Tokens of the run, or samples if a batch has no tokens.
@@ -208,7 +209,7 @@ class Throughput:
         return units / self.units_per_second
 
     def run_price(self, units: float) -> float | None:
-        """Returns the price of a run; None if a device has no price.
+        """Returns the price of a run of some length; None if a kind has no price.
 
         Args:
             units: Tokens of the run, or samples if a batch has no tokens.
@@ -224,22 +225,22 @@ class Throughput:
 
 
 def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
-    """Returns the speed and the price of a plan's step.
+    """Returns the speed and price of a plan's step.
 
     Args:
         plan: The plan.
-        step_seconds: Measured seconds of a step; the predicted ones if None.
+        step_seconds: Measured seconds of a step; default: the predicted seconds.
 
     Raises:
-        PlanError: The plan lacks its model's work, as in older files and estimates, or
-            the seconds are no number above 0.
+        PlanError: ``step_seconds`` is not a number above 0, or the plan lacks the work
+            of its model, as older files and estimates do.
     """
     problems = Arguments("throughput", PlanError)
     problems.number("step_seconds", step_seconds, above=0, none=True)
     problems.raise_if_any()
     if plan.work is None:
         raise PlanError(
-            "this plan does not say what work its model is: its file was written by a "
+            "this plan lacks the work of its model, as its file was written by a "
             "version before 1.1. Make it again with wh.plan(...)"
         )
     dtype = plan.work.dtype
@@ -278,7 +279,7 @@ def model_words(work: ModelWork) -> list[str]:
     if work.chosen < work.active:
         size += (
             f", {count_digits(work.chosen)} chosen for a token, though every expert "
-            "computes it"
+            "computes each token"
         )
     batch = count_text(work.samples, "sample")
     if work.tokens:
@@ -287,7 +288,7 @@ def model_words(work: ModelWork) -> list[str]:
 
 
 def speed_words(speed: Throughput) -> list[str]:
-    """Describes the throughput, a device's FLOP/s and their fraction of its peak."""
+    """Returns the throughput, the FLOP/s of a device and their fraction of its peak."""
     words = [f"{_rate(speed.units_per_second)} {speed.work.unit}/s"]
     if speed.work.step_flops:
         words.append(f"{flops_text(speed.device_flops_per_second)}/s a device")
@@ -307,7 +308,7 @@ def price_words(speed: Throughput) -> list[str]:
 
 
 def run_words(speed: Throughput, units: float) -> str:
-    """Describes the duration and price of a run of some tokens or samples.
+    """Returns the duration and price of a run as text.
 
     Args:
         speed: Speed and price of a step.
@@ -330,9 +331,9 @@ def headline(plan: PlanData, width: int | None) -> list[Line]:
 
 
 def headline_words(plan: PlanData) -> list[tuple[str, list[str]]]:
-    """Returns the model's size, the predicted speed and the price, each with its name.
+    """Returns (name, texts) of the model's size, the predicted speed and the price.
 
-    Plans from older files have none.
+    The result is empty for plans of older files.
     """
     if plan.work is None:
         return []
@@ -343,9 +344,9 @@ def headline_words(plan: PlanData) -> list[tuple[str, list[str]]]:
 
 
 def unknown_price_words(cluster: Cluster) -> list[str]:
-    """Describes which kinds of devices have no price, and how to give one.
+    """Returns the note on device kinds without a price, and how to give one.
 
-    CPUs need none: their plans are tried on the machine at hand.
+    CPUs need no price, as plans for CPUs are for trials on one machine.
     """
     kinds = [
         kind

@@ -1,8 +1,8 @@
-"""A plan as a job file for another system: a JobSet of Kubernetes, a task of SkyPilot.
+"""Writes a plan as a job file: a JobSet of Kubernetes or a task of SkyPilot.
 
 The fields are those of kubernetes-sigs/jobset, ``jobset.x-k8s.io/v1alpha2``, and of
-SkyPilot's task YAML, 2026-11. Processes find each other by the variables that
-``wh.init_distributed`` reads; on TPUs JAX asks the environment itself.
+SkyPilot's task YAML, 2026-11. Processes find each other through the environment
+variables that ``wh.init_distributed`` reads. On TPUs, JAX itself reads the environment.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ _GKE_TPUS: Final = {
     "v6e": "tpu-v6e-slice",
     "v7x": "tpu7x",
 }
-"""Values of the node label ``cloud.google.com/gke-tpu-accelerator``, by kind
-of chip.
-"""
+"""Values of the node label ``cloud.google.com/gke-tpu-accelerator`` by TPU kind."""
 
 _HOST_CHIPS: Final = 4
-"""Chips of one host, for TPU slices of several hosts."""
+"""Chips per host in TPU slices of several hosts."""
 
 _ONE_HOST_CHIPS: Final = {"v5e": 8, "v6e": 8}
-"""Chips of a slice of one host, if that is more."""
+"""Chips of the largest slice of one host, for kinds where it differs."""
 
 _SKYPILOT: Final = {
     "p100-16": "P100",
@@ -60,9 +58,9 @@ _SKYPILOT: Final = {
 
 
 def start_command(plan: PlanData) -> str:
-    """Returns the shell command that starts a plan's run, if the user gave none.
+    """Returns the shell command that starts a plan's run by default.
 
-    ``whalejax train`` trains on the devices of one host; for several, the user needs a
+    ``whalejax train`` uses the devices of one host; several hosts need the user's
     script.
     """
     if plan.source and _hosts(plan.cluster) == 1:
@@ -78,12 +76,13 @@ def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
 
     Args:
         plan: The plan.
-        name: Name of the JobSet, a label of DNS.
+        name: Name of the JobSet; must be a valid DNS label.
         image: Container image with the script, its packages and ``plan.json``.
-        command: Shell command; empty takes ``start_command``.
+        command: Shell command; if empty, ``start_command``.
 
     Raises:
-        PlanError: Devices of several kinds, or of a kind without a Kubernetes resource.
+        PlanError: The cluster has several device kinds, or a kind that Kubernetes has
+            no resource for.
     """
     _check_one_kind(plan.cluster, "a JobSet")
     kind = plan.cluster.kinds[0]
@@ -103,7 +102,7 @@ def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
         "template": {"spec": pod},
     }
     metadata: dict[str, Any] = {"name": name}
-    if slices > 1:  # each slice in a separate node pool
+    if slices > 1:  # Each slice has a node pool of its own.
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         metadata["annotations"] = {key: "cloud.google.com/gke-nodepool"}
     document = {
@@ -128,7 +127,6 @@ def jobset_text(plan: PlanData, name: str, image: str, command: str) -> str:
 
 
 def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
-    """Returns the pod of one host, and the number of devices that it requests."""
     kind, count = cluster.kinds[0], cluster.nodes[0].count
     pod: dict[str, Any] = {"restartPolicy": "Never"}
     container: dict[str, Any] = {"name": "", "image": "", "command": []}
@@ -155,7 +153,6 @@ def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
 
 
 def _process_variables(name: str, hosts: int) -> dict[str, Any]:
-    """Returns the variables of ``wh.init_distributed``; none for one process."""
     if hosts == 1:
         return {}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -174,17 +171,18 @@ def _process_variables(name: str, hosts: int) -> dict[str, Any]:
 def skypilot_text(
     plans: Sequence[PlanData], name: str, image: str, command: str
 ) -> str:
-    """Returns YAML of a SkyPilot task for a plan, or for clusters, best first.
+    """Returns YAML of a SkyPilot task for one plan, or for one of several clusters.
 
     Args:
-        plans: The plan; or plans of one model on several clusters, best first. Those
-            with as many hosts as the first are tried in turn.
+        plans: The plan, or plans of one model on several clusters, best first. The task
+            tries the clusters in turn that have as many hosts as the first.
         name: Name of the task.
-        image: Container image; empty for the cloud's own.
-        command: Shell command; empty takes ``start_command``.
+        image: Container image; if empty, the default image of the cloud.
+        command: Shell command; if empty, ``start_command``.
 
     Raises:
-        PlanError: Several kinds or slices, or a kind without a SkyPilot name.
+        PlanError: The cluster has several device kinds or TPU slices, or a kind without
+            a SkyPilot name.
     """
     first = plans[0]
     hosts = _nodes(first.cluster)
@@ -222,15 +220,13 @@ def skypilot_text(
     ]
     if len(tried) > 1:
         said.append(
-            "Each cluster has a plan of its own: the run plans where it starts."
+            "Each cluster has a plan of its own, which the run makes when it starts."
         )
     else:
         said.append("The folder holds the script and plan.json.")
     left = [p.cluster.describe() for p in plans if p not in tried]
     if left:
-        said.append(
-            f"Left out, since a task has one number of nodes: {'; '.join(left)}."
-        )
+        said.append(f"Left out, as a task has one number of nodes: {'; '.join(left)}.")
     return header(tried, [], said) + yaml_text(document)
 
 
@@ -250,13 +246,13 @@ def _accelerators(cluster: Cluster) -> str:
     if kind.platform == "tpu":
         if len(cluster.nodes) > 1:
             raise PlanError(
-                f"a SkyPilot task has one TPU slice, and this plan has "
+                "a SkyPilot task has one TPU slice, but this plan has "
                 f"{len(cluster.nodes)}. Export it as a JobSet"
             )
         return f"{tpu_type(cluster)}:1"
     if kind.name not in _SKYPILOT:
         raise PlanError(
-            f"SkyPilot has no name for {kind.name} here; known are "
+            f"no SkyPilot name is known for {kind.name}; expected one of "
             f"{', '.join(_SKYPILOT)}"
         )
     return f"{_SKYPILOT[kind.name]}:{cluster.nodes[0].count}"
@@ -265,9 +261,9 @@ def _accelerators(cluster: Cluster) -> str:
 def _check_one_kind(cluster: Cluster, form: str) -> None:
     if len({(node.kind.name, node.count) for node in cluster.nodes}) > 1:
         raise PlanError(
-            f"{form} has hosts of one kind, and this plan is for "
-            f"{cluster.describe()}. Start each kind's hosts by themselves, with "
-            "WHALEJAX_PROCESS_ID counted over all"
+            f"{form} has hosts of one kind, but this plan is for {cluster.describe()}. "
+            "Start the hosts of each kind separately, and number WHALEJAX_PROCESS_ID "
+            "over all of them"
         )
 
 
@@ -282,7 +278,7 @@ def _hosts(cluster: Cluster) -> int:
 
 
 def _nodes(cluster: Cluster) -> int:
-    """Returns the number of nodes in SkyPilot's sense: a TPU slice is one."""
+    """Returns the number of nodes as SkyPilot counts them: a TPU slice is one node."""
     return len(cluster.nodes)
 
 

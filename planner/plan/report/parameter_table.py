@@ -1,6 +1,6 @@
-"""The parameters of a plan as table rows: equal layers merged, with their cost.
+"""Makes table rows of a plan's parameters: equal layers merged, with their cost.
 
-Every display of a plan reads these rows, so that they agree.
+All displays of a plan use these rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """Parameters that differ only in the number of their layer.
+    """Parameters that differ only in their layer's number.
 
     Attributes:
-        label: Path of the parameters, with ``×4`` if four layers were merged.
-        count: Number of the parameters.
-        leaf: The first of them.
-        device_bytes: Bytes of all of them together, on one device that stores them.
+        label: Path of the parameters; ``×4`` follows if four layers are merged.
+        count: Number of parameters.
+        leaf: First of the parameters.
+        device_bytes: Total bytes of the parameters on one device that stores them.
         collectives: Text of the collectives of each parameter in one step.
     """
 
@@ -74,12 +74,12 @@ def parameter_rows(plan: PlanData) -> list[ParameterRow]:
 
 
 def homes(plan: PlanData) -> dict[str, PlanData]:
-    """Returns the plan that stores each parameter, for stage programs."""
+    """Returns the stage's plan that stores each parameter, for stage programs."""
     return {leaf.path: p for p in reversed(plan.stage_plans) for leaf in p.leaves}
 
 
 def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
-    """Returns the mesh axes that shard a tensor in ``after`` and not in ``before``."""
+    """Returns the mesh axes that shard a tensor in ``after`` but not in ``before``."""
     old = {axis for axes in before for axis in axes}
     return tuple(axis for axes in after for axis in axes if axis not in old)
 
@@ -87,16 +87,17 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
 def collectives_of(
     plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
 ) -> tuple[Collective, ...]:
-    """Returns a parameter's collectives in a micro-batch and in the update.
+    """Returns a parameter's collectives in one micro-batch and in the update.
 
     Args:
-        plan: Plan of the devices that store it.
+        plan: Plan of the devices that store the parameter.
         leaf: The parameter.
-        unlike: Whether the ranks of ``data`` have unequal shares.
+        unlike: Whether the ranks of ``data`` have unequal shares; default: False.
 
     Returns:
-        Gathers of the parameter and reductions of its gradient, as for one parameter
-        alone; the compiler combines reductions over the same axes.
+        Gathers of the parameter and reductions of its gradient, as if it were the only
+        parameter. The compiler combines reductions of several parameters over the same
+        axes.
     """
     mesh, found = plan.axis_sizes, list[Collective]()
     used = leaf.nbytes // shards(leaf.compute_spec, mesh)
@@ -105,8 +106,8 @@ def collectives_of(
         found.append(
             _parameter_collective("all-gather", axes, "forward", used, leaf.gathers)
         )
-    # Ranks with unequal shares sum their gradients after all micro-batches. Adasum
-    # exchanges parts of the gradients.
+    # Ranks with unequal shares sum their gradients once, after all micro-batches.
+    # Adasum exchanges parts of the gradients.
     adasum = plan.combine != "mean"
     last = ("data",) if (unlike or adasum) and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
@@ -151,10 +152,7 @@ def _parameter_collective(
 
 
 def _as_run(plan: PlanData, asked: Collective) -> Collective:
-    """Returns a collective with the kind that the plan lists for its axes and phase.
-
-    If the plan lists none, the collective stays unchanged.
-    """
+    """Returns the collective, with the kind that the plan lists for it."""
     kinds = [
         c.kind
         for c in plan.collectives
@@ -164,7 +162,7 @@ def _as_run(plan: PlanData, asked: Collective) -> Collective:
 
 
 def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
-    """Describes a step's collectives briefly: ``"2 all-gather over fsdp"``."""
+    """Returns a short text on a step's collectives, as ``"2 all-gather over fsdp"``."""
     times: dict[str, int] = {}
     for c in collectives:
         words = f"{c.kind} over {'+'.join(c.axes)}"

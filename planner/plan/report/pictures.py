@@ -1,4 +1,4 @@
-"""Displays of plans and of estimates, as their methods; planning draws none."""
+"""Methods of plans and estimates that draw them; planning itself draws nothing."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class PlanDisplay(PlanData):
         return bundle(self)
 
     def timeline(self) -> StepTimeline:
-        """Returns the step in time: the schedule's rows, with a lane for each stage.
+        """Returns the timeline of a step, with a lane for each stage.
 
         Returns:
-            Timeline that a notebook draws and ``print`` sums up. Its ``save`` writes
-            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing (``.html``,
-            ``.svg``). A plan without stages has one lane, with its terms.
+            Timeline that a notebook draws and ``print`` sums up. ``save`` writes it as
+            ``trace.json`` for https://ui.perfetto.dev, or as ``.html`` or ``.svg``. A
+            plan without stages has one lane, with the time terms.
         """
         from whalejax.display import timelines
 
         return timelines.timeline(self)
 
     def memory_chart(self) -> MemoryChart:
-        """Returns the memory per device by term, of every stage if they differ.
+        """Returns the memory per device by term, for every stage if stages differ.
 
         Returns:
             Chart that a notebook draws, ``print`` describes and ``save`` writes to a
@@ -59,23 +59,23 @@ class PlanDisplay(PlanData):
         """Returns the map of a parameter's shards to devices.
 
         Args:
-            path: Path of the parameter, in the form that ``leaf`` takes.
-            of: ``"params"`` as stored, ``"compute"`` as used in computation, or its
-                ``"gradients"`` or ``"optimizer"`` state.
+            path: Path of the parameter, as the method ``leaf`` takes it.
+            of: Layout to show: ``"params"`` (stored; default), ``"compute"`` (in
+                computation), ``"gradients"`` or ``"optimizer"`` (its optimizer state).
 
         Returns:
-            Map that a notebook shows and ``print`` lists; its ``parts`` are the data.
+            Map that a notebook draws and ``print`` lists; its ``parts`` are the data.
 
         Raises:
             PlanError: No parameter has that path; lists the nearest paths.
-            WhaleError: There is no such layout.
+            WhaleError: ``of`` is not a known layout.
         """
         from whalejax.display import device_map
 
         return device_map.device_map(self, path, of)
 
     def topology(self) -> TopologyMap:
-        """Returns nodes, links with their bandwidth, and the axes that cross them.
+        """Returns the nodes, the links with their bandwidths, and the axes on each.
 
         Returns:
             Map that a notebook draws, ``print`` describes and ``save`` writes to a
@@ -88,21 +88,21 @@ class PlanDisplay(PlanData):
     def sliders(
         self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
     ) -> Sliders:
-        """Returns sliders for ``what_if``: batch and remat, and a list of clusters.
+        """Returns sliders that replan with ``what_if``: batch, remat and cluster.
 
-        Needs a notebook with a running kernel, and the extra ``whalejax[notebook]``.
+        They need a notebook with a running kernel and the extra ``whalejax[notebook]``.
 
         Args:
-            batches: Numbers of samples to choose from; default: a quarter of the
+            batches: Numbers of samples to choose from; default: from a quarter of the
                 planned batch to four times it.
-            clusters: More clusters, as text.
+            clusters: Clusters to choose from in addition to the plan's, as text.
 
         Returns:
-            Sliders that a notebook draws; their ``plan`` is the latest one.
+            Sliders that a notebook draws; their ``plan`` is the latest plan.
 
         Raises:
-            PlanError: The plan was read from a file, which holds no model.
-            WhaleError: Ipywidgets is missing, or a batch is no number of samples.
+            PlanError: The plan was read from a file, which lacks the model.
+            WhaleError: Ipywidgets is missing, or a batch is not a number of samples.
         """
         from whalejax.display import sliders
 
@@ -116,7 +116,7 @@ class GoodputDisplay(ABC):
 
     @abstractmethod
     def ways(self) -> list[tuple[str, float]]:
-        """Returns each recovery policy and its goodput."""
+        """Returns (recovery policy, goodput) pairs."""
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
@@ -136,7 +136,7 @@ class GoodputDisplay(ABC):
 
 
 class SquareCubeDisplay(ABC):
-    """Notebook displays and saved pages of the square-cube law on a plan."""
+    """Notebook displays and saved pages of a plan's square-cube law."""
 
     __slots__ = ()
     rows: tuple[StageOverLink, ...]
@@ -144,7 +144,7 @@ class SquareCubeDisplay(ABC):
 
     @abstractmethod
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the cells of the table, under ``head``."""
+        """Returns the rows of the table, as under ``head``."""
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None

@@ -1,7 +1,7 @@
-"""Renders a plan as a page of text: ``print(plan)``.
+"""Makes the text of ``print(plan)``.
 
-The page consists of lines with styles, which need no library; ``whalejax show`` colours
-the same lines. No information is in colour alone.
+The text consists of lines with styles and needs no library. ``whalejax show`` prints
+the same lines in colour. Colour alone carries no information.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from whalejax.planner.sharding.layout import STAGE
 
 
 BAR_CELLS = 24
-"""Columns of a bar of 100 %."""
+"""Columns of a bar of 100%."""
 
 SHOWN_ROWS = 12
-"""Number of rows of parameters and of traffic, unless all are requested."""
+"""Number of rows of parameters, and of traffic, unless all are requested."""
 
 SHOWN_REASONS = 5
 """Number of reasons why parameters stay unsharded, unless all are requested."""
@@ -59,25 +59,26 @@ _Form = Callable[[float], str]
 
 
 def page_width() -> int | None:
-    """Returns the columns of the output: ``COLUMNS``, or the terminal's, or None."""
+    """Returns the output's columns: ``COLUMNS``, the terminal's, or else None."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns or None
     return None
 
 
 def page(plan: PlanData, *, all_rows: bool) -> str:
-    """Returns the plan as text, as wide as the terminal, or unbroken without one."""
+    """Returns the plan as text, as wide as the terminal; without one, as long lines."""
     check_lines(None, all_rows)
     return plain(plan_lines(plan, page_width(), all_rows=all_rows))
 
 
 def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Line]:
-    """Renders a full plan as lines.
+    """Returns the plan as lines of text.
 
     Args:
         plan: The plan.
-        width: Columns of a line; None breaks none.
-        all_rows: Whether to show more than the largest parameters, traffic and reasons.
+        width: Columns of a line; None for lines of any length.
+        all_rows: Whether to show all parameters, traffic and reasons, not only the
+            largest.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [
@@ -163,11 +164,11 @@ def _memory(plan: PlanData, width: int | None) -> list[Line]:
     return paragraph("memory", pieces, width)
 
 
-# The mesh and what it is used for.
+# The mesh, and what its axes shard.
 
 
 def crossings(plan: PlanData) -> list[str]:
-    """Describes the links that every axis crosses, and their speed."""
+    """Returns a text for each axis: the links that it crosses and their speed."""
     mesh = mesh_of(plan)
     found = [
         _link_text(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
@@ -186,7 +187,7 @@ def _link_text(
     rates = {part.level.name: part.level.bandwidth_bytes_per_second for part in parts}
     words = [f"{name} at {gigabytes(rate)}/s" for name, rate in rates.items()]
     text = f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
-    if axis in (STAGE, "data"):  # Their names already state what each device has.
+    if axis in (STAGE, "data"):  # The axis name says what each device has.
         return text
     shares = sharded_bytes(plan, axis)
     whole = sum(leaf.nbytes for leaf in plan.leaves)
@@ -206,7 +207,7 @@ def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:
 
 
 def region_axes(plan: PlanData, region: RegionTable) -> str:
-    """Describes the dimensions that each mesh axis shards in a TaskGraph."""
+    """Returns the text of the dimensions that each mesh axis shards in a TaskGraph."""
     axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
     if plan.shares and not any(axis == "data" for axis, _ in region.axes):
         # Each replica has a program of its own.
@@ -221,7 +222,7 @@ def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:
 
 
 def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
-    """Returns the names of columns, and a row for each stage of a pipeline plan."""
+    """Returns the column names, and a row for each stage of a pipeline plan."""
     stages = plan.stages
     assert stages is not None
     if plan.pipelines:
@@ -250,7 +251,7 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
 
 
 def share_words(plan: PlanData) -> list[str]:
-    """Describes the micro-batches of ranks or pipelines, if they differ."""
+    """Returns texts on the micro-batches of ranks or pipelines, if these differ."""
     each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
         node.kind.display_name()
@@ -284,7 +285,7 @@ def _parameters(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     shown = rows if all_rows else by_size[:SHOWN_ROWS]
     kept = {id(row) for row in shown}
-    # Most plans compute with parameters in their stored layout: one column suffices.
+    # Most plans compute with parameters in their stored layout, so one column suffices.
     gathers = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     cells = []
     for row in rows:
@@ -333,7 +334,7 @@ def traffic_rows(plan: PlanData) -> list[list[str]]:
 
 
 def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
-    """Describes the parameters that every device stores unsharded, by reason."""
+    """Returns texts on the parameters that every device stores unsharded, by reason."""
     reasons = whole_reasons(plan)
     lines: list[str] = []
     most = len(reasons) if all_rows else SHOWN_REASONS
@@ -350,7 +351,7 @@ def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
 
 
 def hints(plan: PlanData) -> list[str]:
-    """Returns the marks that were obeyed, and the requests without effect."""
+    """Returns the annotations that were obeyed, and the requests without effect."""
     idle = [note for note in plan.notes if NO_EFFECT in note]
     obeyed, whole = [], []
     for region in plan.compute:
@@ -366,7 +367,7 @@ def hints(plan: PlanData) -> list[str]:
 
 
 def other_notes(plan: PlanData) -> list[str]:
-    """Returns the notes that are no hints."""
+    """Returns the notes of a plan that ``hints`` does not return."""
     return [n for n in plan.notes if NO_EFFECT not in n and not n.endswith(OBEYED)]
 
 

@@ -1,7 +1,7 @@
-"""Lists what a plan's devices send each other in a step, by kind.
+"""Lists what a plan's devices send each other in a step, by kind of traffic.
 
-Stage programs have their own collectives, and transfer values to the stages that read
-them; a plan's own ``collectives`` are those of one program.
+With stage programs, each stage has collectives of its own and also transfers values to
+the stages that read them. The plan's own ``collectives`` are those of one program.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from whalejax.planner.sharding.layout import STAGE
 
 
 Home = tuple[int | None, int]
-"""A stage: number of its pipeline, if there are several in parallel, and its own
-number.
+"""Stage, as (number of its pipeline, number of the stage). The first is None without
+parallel pipelines.
 """
 
 INSIDE = "inside"
-"""Axis that represents all devices of a stage, in a mesh of stages."""
+"""Name of the axis that stands for all devices of a stage, in a mesh of stages."""
 
 HANDED = "hand-over"
 """Kind of the transfers between stage programs."""
 
 
 TIED, TIED_GRADIENT = "tied parameter", "tied gradient"
-"""Transfers once per step, of parameters that several stages read."""
+"""Contents of transfers once per step: parameters that several stages read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """One kind of traffic, on one device.
+    """Traffic of one kind, on one device.
 
     Attributes:
         kind: Kind of collective, or ``HANDED``.
-        axes: Mesh axes that it runs over.
+        axes: Mesh axes of the collective.
         what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: Stages, each with its pipeline's number; none for one program.
+        where: Stages with this traffic; empty for one program.
         times: Number of transfers in a step.
-        nbytes: Payload of all transfers.
-        seconds: Seconds on the links; part of them may be overlapped with computation.
-        links: Names of the crossed links.
+        nbytes: Payload bytes of all transfers.
+        seconds: Seconds on the links; computation may hide part of them.
+        links: Names of the links that the traffic crosses.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class TrafficRow:
 
     @property
     def sort(self) -> tuple[str, tuple[str, ...], str]:
-        """Key that is equal on other stages."""
+        """Key of the same kind of traffic on other stages."""
         return self.kind, self.axes, self.what
 
     @property
@@ -72,7 +72,7 @@ class TrafficRow:
 
 
 def stage_list_text(stages: Sequence[Home]) -> str:
-    """Returns the text of some stages.
+    """Returns the text that lists some stages.
 
     >>> stage_list_text([(None, 1), (None, 2), (None, 3)])
     'stages 1–3'
@@ -106,12 +106,12 @@ def _numbered(name: str, numbers: Sequence[int]) -> str:
 
 
 def traffic(plan: PlanData) -> list[TrafficRow]:
-    """Returns all traffic of a plan's step, most bytes first; equal stages in one row.
+    """Returns the traffic of a plan's step, most bytes first; equal stages share a row.
 
     Args:
-        plan: Any plan.
+        plan: The plan, of any kind.
     """
-    # Parallel pipelines' own collectives are their exchange with each other.
+    # The collectives of parallel pipelines are the exchange between pipelines.
     rows = [] if plan.stage_plans and not plan.pipelines else [*_collectives(plan, ())]
     for number, one in enumerate(plan.pipelines or (plan,)):
         count = plan.shares[number] if plan.pipelines else plan.num_micro_batches
@@ -131,7 +131,7 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
 
 
 def mesh_of(plan: PlanData) -> dict[str, int]:
-    """Returns a plan's mesh sizes; ``INSIDE`` replaces the stages' own axes."""
+    """Returns a plan's mesh sizes, with ``INSIDE`` for the axes inside stages."""
     sizes = plan.axis_sizes
     if not plan.stage_plans:
         return sizes
@@ -140,7 +140,7 @@ def mesh_of(plan: PlanData) -> dict[str, int]:
 
 
 def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
-    """Returns each kind of traffic, of the stages that send most."""
+    """Returns each kind of traffic, from the stages that send most of it."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for row in traffic(plan):
         found.setdefault(row.sort, row)

@@ -1,7 +1,7 @@
 """Result of ``wh.search``: plans on several clusters, best first.
 
-Plain data around plans. It is separate from the search because it needs no JAX: it can
-be printed, compared and written wherever a plan can.
+This module is separate from the search and needs no JAX. So results can be printed,
+compared and written wherever a plan can.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class InfeasibleCluster:
     """Cluster on which no plan is possible.
 
     Attributes:
-        name: Text of the cluster in the request.
+        name: Name of the cluster, as the user gave it.
         cluster: The cluster.
-        problem: Error with the reason.
+        problem: Error that gives the reason.
     """
 
     name: str
@@ -48,13 +48,13 @@ class InfeasibleCluster:
 
     @property
     def lacks_bytes(self) -> int | None:
-        """Bytes that the nearest plan lacks on a device; None for other reasons."""
+        """Bytes per device that the nearest plan lacks; None for other reasons."""
         problem = self.problem
         return problem.lacks_bytes if isinstance(problem, NothingFits) else None
 
     @property
     def reason(self) -> str:
-        """Missing bytes of the nearest plan, or why there is no layout, in one line."""
+        """Bytes that the nearest plan lacks, or another reason, in one line."""
         problem = self.problem
         if isinstance(problem, NothingFits):
             return (
@@ -67,13 +67,13 @@ class InfeasibleCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCandidate:
-    """Evaluated plan on one of the clusters, with its cost.
+    """Evaluated plan on one of the clusters, with its predicted cost.
 
     Attributes:
-        name: Text of the cluster in the request.
+        name: Name of the cluster, as the user gave it.
         cluster: The cluster.
         candidate: Layout, predicted time and memory by term, and the verdict.
-        index: Index of this layout's plan in the result; None if only evaluated.
+        index: Index of the full plan in ``SearchData.plans``, or None if there is none.
     """
 
     name: str
@@ -83,24 +83,24 @@ class ClusterCandidate:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of memory of a device; the minimum if devices differ."""
+        """Bytes of memory of one device, of the smallest if devices differ."""
         return self.cluster.memory_bytes
 
     @property
     def step_price(self) -> float | None:
-        """Price of one step; None if a kind of device has no price."""
+        """Price of one step, or None if a device kind has no price."""
         return price_of(self.cluster, self.candidate.step_seconds)
 
     @property
     def step_price_text(self) -> str:
-        """Price of one step with its currency, or a dash."""
+        """Text of the price of one step with its currency, or a dash."""
         return price_text(self.cluster, self.step_price)
 
     def costs(self, n: int = 3) -> tuple[tuple[str, float], ...]:
         """Returns the largest terms of the step time in seconds, largest first.
 
         Args:
-            n: Largest number of terms to return.
+            n: Largest number of terms to return; default: 3.
 
         Raises:
             WhaleError: ``n`` is not a whole number of 0 or more.
@@ -115,15 +115,15 @@ class ClusterCandidate:
 class SearchData(Sequence[Plan]):
     """Plans of one model on several clusters, best first; result of ``wh.search``.
 
-    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` the best on
-    this cluster. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan, and ``found["h100:8"]`` the best
+    plan on that cluster. ``print`` shows a table.
 
     Attributes:
         plans: Plans, best first.
-        names: Each plan's cluster, as the user named it.
-        refused: Clusters without a plan, those that lack the fewest bytes first.
-        weighed: Every stored candidate, on all clusters.
-        notes: Reasons why the plans are not comparable.
+        names: Cluster of each plan, as the user named it.
+        refused: Clusters without a plan, fewest missing bytes first.
+        weighed: Evaluated candidates on all clusters.
+        notes: Reasons why plans cannot be compared.
     """
 
     plans: tuple[Plan, ...]
@@ -146,13 +146,13 @@ class SearchData(Sequence[Plan]):
         return len(self.plans)
 
     def step_price(self, index: int = 0) -> float | None:
-        """Returns the price of a plan's step; None if a kind of device has no price.
+        """Returns the price of a plan's step, or None if a device kind has no price.
 
         Args:
-            index: Index of the plan.
+            index: Index of the plan; default: 0, the best.
 
         Raises:
-            WhaleError: No such plan.
+            WhaleError: There is no plan with this index.
         """
         if not is_whole(index, -len(self), len(self) - 1):
             raise WhaleError(
@@ -173,21 +173,21 @@ class SearchData(Sequence[Plan]):
     ) -> str:
         """Returns the plans as a file of another system.
 
-        ``"axlearn"`` has a mesh rule for each cluster, and ``"skypilot"`` tries the
-        clusters in turn; other formats contain only the best plan.
+        ``"axlearn"`` writes a mesh rule for each cluster. ``"skypilot"`` tries the
+        clusters in turn. Other formats contain only the best plan.
 
         Args:
             form, name, image, command: Arguments of ``Plan.export``.
 
         Raises:
-            WhaleError: There is no plan, or the format cannot express one.
+            WhaleError: There is no plan, or the format cannot express one of the plans.
         """
         if not self.plans:
             raise WhaleError(f"there is no plan to export: {self}")
         return export.export(self.plans, form, name=name, image=image, command=command)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table's rows, under ``head()``."""
+        """Returns the rows of the table, as under ``head()``."""
         found = []
         for index, plan in enumerate(self.plans):
             limit = plan.cluster.memory_bytes
@@ -264,10 +264,10 @@ class SearchData(Sequence[Plan]):
         }
 
     def lines(self, width: int | None) -> list[Line]:
-        """Renders the table, and the clusters without a plan, in lines.
+        """Returns lines of text: the table, then the clusters without a plan.
 
         Args:
-            width: Maximum columns of a line; None for unbroken lines.
+            width: Columns of a line; None for lines of any length.
         """
         check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)
@@ -293,13 +293,13 @@ def place_of_cluster(
     noun: str,
     refused: Mapping[str, str] | None = None,
 ) -> int:
-    """Returns the index of a result that is requested by its number or cluster.
+    """Returns the index of a result that is given by its number or its cluster.
 
     Args:
         index: Number from 0, or name of a cluster.
         names: Cluster of each result.
         noun: Noun for a result in messages.
-        refused: Reasons of clusters without a result, by name.
+        refused: Reasons why clusters have no result, by name; default: None.
 
     Raises:
         WhaleError: No result has this name, or the index is no integer or string.
@@ -332,7 +332,7 @@ def place_of_cluster(
 
 
 def price_of(cluster: Cluster, seconds: float) -> float | None:
-    """Returns the price of a cluster for some seconds; None if a device has none."""
+    """Returns the price of a cluster for some seconds; None if a kind has no price."""
     price = hourly_price(cluster)
     return None if price is None else price.amount * seconds / 3600
 
@@ -349,7 +349,6 @@ def price_text(cluster: Cluster, amount: float | None) -> str:
 
 
 def _speed_cells(plan: Plan) -> list[str]:
-    """Returns tokens or samples a second, and the utilization; dashes if unknown."""
     if plan.work is None:
         return ["–", "–"]
     speed = plan.throughput()

@@ -1,4 +1,4 @@
-"""Renders a plan's embedding tables, and its two sections, as text."""
+"""Writes a plan's embedding tables and sections as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def placed_text(
     beside: TablePlacement | None,
     cut: Sequence[TableCost],
 ) -> str:
-    """Describes the sections, and the load of each of their ranks.
+    """Returns the text on the sections, and on the load of each of their ranks.
 
     Args:
         sections, placement, beside, cut: Attributes of a ``TablesPlan``.
@@ -32,8 +32,8 @@ def placed_text(
         inside = [cost.name for cost in cut if cost.in_processes]
         others = [cost.name for cost in cut if not cost.in_processes]
         lines.append(
-            f"in processes of CPUs: {_names(inside)}; beside the dense part, whose "
-            f"updates are never late: {_names(others)}"
+            f"in processes of CPUs: {_names(inside)}; on the devices of the dense "
+            f"part, with updates that are never late: {_names(others)}"
         )
     if sections is not None:
         lines.append(str(sections))
@@ -49,7 +49,7 @@ def placed_why(
     beside: TablePlacement | None,
     cut: Sequence[TableCost],
 ) -> str:
-    """Returns the reason for a table's section.
+    """Returns the reason why a table is in its section.
 
     Args:
         name: Name of the table.
@@ -68,14 +68,15 @@ def _names(names: Sequence[str]) -> str:
 
 
 _SPARSE_CORES: Final = frozenset(("v4", "v5p", "v6e", "v7x"))
-"""TPUs that have SparseCores."""
+"""TPU kinds that have SparseCores."""
 
 
 def whole_seconds(plan: PlanData) -> float:
-    """Returns the seconds of a step, including its tables if there are any.
+    """Returns the seconds of a step, including the embedding tables.
 
-    Two sections run in parallel; their times may be measured. With one section, the
-    tables on the most loaded device and the dense part run one after the other.
+    Two sections run in parallel, and their times may be measured. With one section, the
+    tables and the dense part run one after the other. The tables then take the time of
+    the most loaded device.
 
     Args:
         plan: The plan.
@@ -91,14 +92,13 @@ def whole_seconds(plan: PlanData) -> float:
 
 
 def _table_seconds(placement: TablePlacement) -> float:
-    """Returns the tables' seconds on the most loaded device; else 0."""
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
 
 
 def tables_text(plan: PlanData) -> str:
-    """Describes the sections and the placement of a plan's tables; empty without any.
+    """Returns the text on a plan's sections and tables; empty without tables.
 
-    The first line has a step's seconds and their parts.
+    The first line has the seconds of a step and their parts.
 
     Args:
         plan: The plan.
@@ -138,8 +138,8 @@ def _not_used(plan: PlanData) -> list[str]:
     if not kinds & _SPARSE_CORES:
         return []
     return [
-        "SparseCore is not used: no rates of its lookups are known here, so that it is "
-        "not priced, and steps run on TensorCores alone"
+        "SparseCore is not used: the rates of its lookups are unknown here, so it has "
+        "no predicted cost, and steps run on TensorCores alone"
     ]
 
 
@@ -148,16 +148,15 @@ def _sections(document: dict[str, Any]) -> Sections | None:
     try:
         return decode(Sections, found) if found else None
     except DataError:
-        return None  # Compilation reports it.
+        return None  # Compilation raises the error.
 
 
 def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
-    """Returns the placement, the placement on the dense part's devices, and the costs.
+    """Returns the table processes' placement, the devices' placement, and the costs.
 
-    The second placement may be None. The costs are those of the tables in both
-    sections.
+    The second may be None. The costs are those of the tables in both sections.
     """
     beside: Any = document.get("beside")
     try:
@@ -172,7 +171,7 @@ def _placement_and_cut(
 
 
 def table_why(plan: PlanData, path: str) -> str | None:
-    """Explains a table's placement; None if no table has the path.
+    """Returns the reason for a table's placement, or None if no table has the path.
 
     Args:
         plan: A plan with tables.
@@ -188,8 +187,7 @@ def table_why(plan: PlanData, path: str) -> str | None:
 
 
 def dense_path(plan: PlanData, path: str) -> str:
-    """Returns the path of a model's parameter in the dense part; if it is not there,
-    the given path.
+    """Returns the path of a parameter in the dense part, or else the given path.
 
     Args:
         plan: A plan with tables.

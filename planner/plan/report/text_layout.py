@@ -1,8 +1,8 @@
-"""Text of a given width: paragraphs with a name in front, and tables.
+"""Lays out text of a given width: paragraphs that begin with a name, and tables.
 
-``print(plan)`` has no library for the layout of text: plans are read where only the
-planner's own dependencies exist. This module is all it needs. Terminals colour the text
-by the style of each span.
+Plans are also read where only the planner's own dependencies are installed. So
+``print(plan)`` uses this module instead of a library. Terminals colour the text by the
+style of each span.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from whalejax.meshes.checks import Arguments
 
 
 WIDEST = 100_000
-"""Columns of the widest possible line."""
+"""Columns of the widest line."""
 
 Span = tuple[str, str]
 """Text and the name of its style: ``"name"``, ``"head"``, ``"bar 0"`` or ``""``."""
 
 Line = tuple[Span, ...]
-"""One line, or a piece that is not broken while it fits a line."""
+"""Spans of one line, or of a piece that is broken only if it exceeds a line."""
 
 NAME_CELLS = 8
-"""Columns of the word in front of a paragraph."""
+"""Columns of the name at the beginning of a paragraph."""
 
 LEAST_CELLS = 12
-"""Columns below which a column of a table does not wrap."""
+"""Columns below which a column of a table is not wrapped."""
 
 GAP = "  "
 
 _ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
-"""Characters that may take no column, or two."""
+"""Unicode categories of characters that may take no column, or two."""
 
 
 def check_lines(width: object, all_rows: object) -> None:
     """Refuses arguments with which lines cannot be laid out.
 
     Args:
-        width: Columns of a line; None breaks none.
-        all_rows: Show all rows, not only the most important.
+        width: Columns of a line; None for lines of any length.
+        all_rows: Whether to show all rows, not only the most important.
 
     Raises:
         WhaleError: An argument is wrong.
@@ -76,12 +76,12 @@ def line_cells(line: Line) -> int:
 def paragraph(
     name: str, pieces: Sequence[Line | str], width: int | None, gap: str = GAP
 ) -> list[Line]:
-    """Lays out a word in front, and after it pieces, as many in a line as fit.
+    """Lays out a name and, behind it, as many pieces per line as fit.
 
     Args:
-        name: The word.
-        pieces: Pieces, which are broken only if longer than a line.
-        width: Width of a line, or None for one line.
+        name: Name at the beginning.
+        pieces: Pieces of text; only pieces that exceed a line are broken.
+        width: Columns of a line; None puts everything into one line.
         gap: Text between pieces.
     """
     first, *others = indented(pieces, width, gap, NAME_CELLS)
@@ -91,11 +91,11 @@ def paragraph(
 def indented(
     pieces: Sequence[Line | str], width: int | None, gap: str = GAP, cells: int = 2
 ) -> list[Line]:
-    """Lays out pieces, as many in a line as fit, after some blank columns.
+    """Lays out as many pieces per line as fit, indented by some blanks.
 
     Args:
         pieces, width, gap: Arguments of ``paragraph``, unchanged.
-        cells: Number of blank columns.
+        cells: Number of blanks before each line; default: 2.
     """
     room = None if width is None else max(1, width - cells)
     lines: list[list[Span]] = []
@@ -131,7 +131,7 @@ def _stripped(line: Sequence[Span]) -> Line:
 
 
 def _words(text: str, room: int) -> Iterator[str]:
-    """Yields pieces that fit: split at spaces, after . + × / , - or anywhere."""
+    """Yields parts that fit: split at spaces, after . + × / , - or anywhere."""
     for word in re.findall(r"\s*\S+\s?|\s+", text):
         if cells(word.rstrip()) <= room:
             yield word
@@ -150,13 +150,13 @@ def table(
     *,
     right: Sequence[int] = (),
 ) -> list[Line]:
-    """Lays out a table; wide cells wrap, and a far too wide table becomes lists.
+    """Lays out a table: wide cells wrap, and a table that is still too wide is a list.
 
     Args:
         head: Names of the columns.
         rows: Cells of each row.
-        width: Width of a line, or None for the table's own width.
-        right: Right-aligned columns.
+        width: Columns of a line; None for the table's own width.
+        right: Indices of right-aligned columns.
     """
     columns = list(zip(head, *rows, strict=True))
     sizes = [max(map(cells, column)) for column in columns]
@@ -173,7 +173,7 @@ def table(
 
 
 def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
-    """Returns the widths of columns, the widest reduced first."""
+    """Returns the columns' widths after the widest were reduced until all fit."""
     found = list(sizes)
     while sum(found) > room:
         spare = [size - low for size, low in zip(found, least, strict=True)]
@@ -201,7 +201,7 @@ def _row(
 def _lists(
     head: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Line]:
-    """Yields each row as its first cell and, below it, the others with their names."""
+    """Yields each row as its first cell, then lines of column names and cells."""
     for row in rows:
         yield from _broken(((row[0], "head"),), width)
         named = [

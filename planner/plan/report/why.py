@@ -1,7 +1,6 @@
-"""Texts about plans: sizes, layouts, the reasons for a layout and for a plan.
+"""Explains plans in text: sizes, layouts, and the reasons for a layout or a plan.
 
-The texts need no JAX, so that a plan can be read wherever it can be loaded;
-``plan_page`` combines them.
+The module needs no JAX. ``plan_page`` combines its texts.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from whalejax.planner.step_options import option_words
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Formats a shape: ``"4096×512"``, or ``"scalar"``."""
+    """Returns a shape as text: ``"4096×512"``, or ``"scalar"``."""
     return "×".join(map(str, shape)) or "scalar"
 
 
 def spec_text(spec: Spec) -> str:
-    """Formats a layout: ``"(data+fsdp, –)"``."""
+    """Returns a layout as text: ``"(data+fsdp, –)"``."""
     return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
-    """Formats the axes above size 1: ``"data 2 × tensor 4"``."""
+    """Returns the axes of size above 1 as text: ``"data 2 × tensor 4"``."""
     words = (f"{axis} {size}" for axis, size in mesh.items() if size > 1)
     return " × ".join(words) or "one device"
 
 
 def named_axes(plan: PlanData) -> dict[str, str]:
-    """Returns each axis above size 1 with its size, such as ``"fsdp 8"``.
+    """Returns the text of each axis of size above 1, such as ``"fsdp 8"``.
 
-    If ``tensor`` shards no weight, the text says so: ``"data 8 (named tensor)"`` if it
-    shards only the batch, else ``"tensor 8 (shards no parameter)"``.
+    An axis ``tensor`` that shards no weight is ``"data 8 (named tensor)"`` if it shards
+    only the batch, else ``"tensor 8 (shards no parameter)"``.
     """
     return {
         axis: f"{axis} {size}"
@@ -57,7 +56,7 @@ def named_axes(plan: PlanData) -> dict[str, str]:
 
 
 def only_shards_batch(plan: PlanData, axis: str) -> bool:
-    """Whether a mesh axis shards only samples, no weight or other dimension."""
+    """Returns whether a mesh axis shards only samples, and no other dimension."""
     roles = {
         role
         for region in plan.compute
@@ -69,7 +68,7 @@ def only_shards_batch(plan: PlanData, axis: str) -> bool:
 
 
 def sharded_bytes(plan: PlanData, axis: str) -> int:
-    """Returns the bytes of the parameters that a mesh axis shards."""
+    """Returns the total bytes of the parameters that a mesh axis shards."""
     return sum(
         leaf.nbytes
         for leaf in plan.leaves
@@ -78,7 +77,7 @@ def sharded_bytes(plan: PlanData, axis: str) -> int:
 
 
 def layout_text(plan: PlanData) -> str:
-    """Formats mesh, ZeRO level, micro-batches, options and pipeline in one line."""
+    """Returns mesh, ZeRO stage, micro-batches, options and pipeline in one line."""
     words = " × ".join(named_axes(plan).values()) or "one device"
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.stage_plans)
     if len(inner) > 1:
@@ -98,7 +97,7 @@ def layout_text(plan: PlanData) -> str:
 
 
 def pipeline_words(plan: PlanData) -> list[str]:
-    """Describes a plan's pipeline, or its parallel pipelines if they differ."""
+    """Returns the text of a plan's pipeline, or of each if pipelines differ."""
     each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
     if len(set(each)) < 2:
         return each[:1]
@@ -106,7 +105,7 @@ def pipeline_words(plan: PlanData) -> list[str]:
 
 
 NOT_READ: Final = "the loss does not read it"
-"""Note of a parameter without an effect on the loss."""
+"""Note of a parameter that has no effect on the loss."""
 
 
 def leaf_note(
@@ -144,7 +143,7 @@ def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
 
 
 def whole_dimensions(plan: PlanData) -> list[str]:
-    """Describes the logical dimensions that nothing can shard, with the reasons."""
+    """Returns texts on logical dimensions that cannot be sharded, with the reasons."""
     shared_out = {
         names[0]
         for leaf in plan.leaves
@@ -162,7 +161,7 @@ def whole_dimensions(plan: PlanData) -> list[str]:
 
 
 def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
-    """Returns the different reasons why no dimension of a parameter is sharded.
+    """Returns the reasons why no dimension of a parameter is sharded, each once.
 
     ``alone`` is False if ``home`` is the plan of one stage.
     """
@@ -179,7 +178,7 @@ def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
 
 
 def why(plan: PlanData, leaf: LeafPlan) -> str:
-    """Explains a parameter's layout.
+    """Returns the text that explains a parameter's layout.
 
     Args:
         plan: The plan.
@@ -227,7 +226,6 @@ def _readers(plan: PlanData, path: str) -> list[str]:
 
 
 def _stage_words(plan: PlanData, path: str) -> str:
-    """Describes the stage of each pipeline that stores a parameter."""
     each = [one.stage_plans.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
         return f"stage {each[0]}"
@@ -255,7 +253,7 @@ def _why_dim(
     elif compute:
         reasons.append(
             f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
-            "shards of what is fused"
+            "shards of the fused dimension"
         )
     for part in names[1:]:
         for axis in (a for a, n in plan.axes if n > 1 and a not in compute):
@@ -275,7 +273,7 @@ def _why_dim(
 
 
 def _homes(plan: PlanData, axes: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the TaskGraphs that shard one of these dimensions over some axis."""
+    """Returns the TaskGraphs that shard one of these dimensions over an axis."""
     return [
         r.task_graph
         for r in plan.compute
@@ -314,7 +312,7 @@ def _whole_reason(
 
 
 def explain(plan: PlanData) -> str:
-    """Explains a plan: deciding terms, alternatives and unsharded dimensions."""
+    """Returns the text that explains a plan: terms, other plans, dimensions."""
     spare = plan.room_bytes - plan.memory.total_bytes
     tables = tables_text(plan)
     lines = [
@@ -344,7 +342,7 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """Describes how much faster another one-program plan can be; empty if unknown."""
+    """Returns the text on the gain of other one-program plans; empty if unknown."""
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:
@@ -353,7 +351,7 @@ def gap_words(plan: PlanData) -> str:
 
 
 def _against(plan: PlanData, other: Candidate) -> list[str]:
-    """Describes the runner-up, and what would reverse the choice."""
+    """Returns texts on the runner-up, and on what would reverse the choice."""
     slower = other.step_seconds - plan.time.step_seconds
     lines = [f"runner-up: {other}"]
     differences = {
