@@ -16,7 +16,7 @@ from typing import Any, Final
 from elastic_runs import HANGS_SECONDS, Run
 from network_namespaces import set_link, shape, unshape
 
-from whalejax.journals.journal import FOLDER
+from whalejax.journals.journal import EVENTS, FOLDER
 from whalejax.processes.local_processes import began_at
 
 
@@ -140,7 +140,12 @@ def _kill_all_members(run: Run, rng: random.Random) -> Fault | None:
 
 
 def _fill_disk(run: Run, rng: random.Random) -> Fault | None:
-    """Fills the journal's disk for a while; kills the supervisor meanwhile."""
+    """Fills the journal's disk for a while; kills the supervisor meanwhile.
+
+    Without a journal there is nothing to hit: a run on a full disk does not begin.
+    """
+    if not (run.folder / FOLDER / EVENTS).is_file():
+        return None
     fault = _record(run, "disk", "full, SIGKILL of the supervisor", names=[], killed=[])
     filler = run.folder / FOLDER / _FILLER
     with contextlib.suppress(OSError), filler.open("wb") as file:
