@@ -82,7 +82,7 @@ def test_a_loss_that_takes_no_part_of_a_graph_says_which_part_it_was_given() -> 
     with pytest.raises(wh.WhaleError) as caught:
         planned(loss, num_micro_batches=2)
     said, cause = str(caught.value), caught.value.__cause__
-    assert "takes the batch's 64 samples, but no micro-batch of 32" in said
+    assert "accepts the batch of 64 samples, but no micro-batch of 32" in said
     assert f"{type(cause).__name__}: " in said and "(test_graph_batches.py:" in said
     assert (
         "whalejax: raised in loss_fn, traced without values for a micro-batch of 32 of "

@@ -178,7 +178,7 @@ def test_where_tokens_meet_nothing_is_cut(form: Function) -> None:
     program = jax.make_jaxpr(form)(*_data())
     called = with_logits(program, [True, True, True, False])
     assert not any(makes_logits(e) for e in called.jaxpr.eqns)
-    with pytest.raises(wh.PlanError, match="no logits that can be made in parts"):
+    with pytest.raises(wh.PlanError, match="no logits that can be computed in chunks"):
         _step(form, loss_chunks=2)
 
 
@@ -286,11 +286,11 @@ def test_the_planner_takes_it_where_memory_is_short(tmp_path: Path) -> None:
 def test_more_chunks_than_tokens_are_refused() -> None:
     with pytest.raises(wh.PlanError) as error:
         asked(loss_chunks=10_000)
-    found = re.search(r"a micro-batch has (\d+) tokens", str(error.value))
+    found = re.search(r"the logits of (\d+) tokens", str(error.value))
     assert found is not None and "expected at most " + found[1] in str(error.value)
     most = int(found[1])
     assert asked(loss_chunks=most).loss_chunks == most
     with pytest.raises(
-        wh.PlanError, match=rf"has {most // 2} tokens .*\(num_mic.* is 2\)"
+        wh.PlanError, match=rf"of {most // 2} tokens .*\(num_mic.* is 2\)"
     ):
         asked(loss_chunks=most, num_micro_batches=2)

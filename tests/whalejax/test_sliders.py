@@ -113,7 +113,9 @@ def test_tables_of_positions_have_their_length() -> None:
         cluster="h100:8",
     )
     assert plan.what_if(sequence=24) == plan
-    with pytest.raises(wh.PlanError, match="takes no sequences of 100 .*length of its"):
+    with pytest.raises(
+        wh.PlanError, match="takes no sequences of 100 .*limits the length"
+    ):
         plan.what_if(sequence=100)
     with pytest.raises(wh.WhaleError, match="this loss reads no sequences of tokens"):
         plain().what_if(sequence=100)
