@@ -500,7 +500,7 @@ def plain(model: Any, x: Any) -> Any:
             ("values flow backwards between stages", "test_mpmd.py:", "stage 1"),
         ),
         (one_mark, {}, ("one stage is marked, and a pipeline needs two",)),
-        (two_marks, {}, ("marks give it one", "take another schedule")),
+        (two_marks, {}, ("give each stage one", "choose another schedule")),
         (
             three_marks,
             {"cluster": "h100:2"},
