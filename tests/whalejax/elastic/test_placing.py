@@ -114,4 +114,4 @@ def test_the_port_that_a_process_announces_is_its_own(
 def test_who_can_reach_the_service_is_said() -> None:
     said = script_placement.listens("10.0.0.1:8476")
     assert "JAX listens at 10.0.0.1:8476; it does not check" in said
-    assert "so that whoever reaches it can end a generation" in said
+    assert "so whoever reaches it can end a generation" in said
