@@ -80,7 +80,7 @@ class RestoredRun:
 def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
     """Returns whether results depend on the number of micro-batches.
 
-    They do if each micro-batch has its own statistics, or draws random numbers.
+    They do if the loss of a micro-batch is not a mean over samples, or is random.
     """
     keys = any(is_key(leaf) for leaf in jax.tree.leaves(adapter.rest))
     return plan.per_micro_batch or adapter.takes_rng or keys

@@ -38,8 +38,8 @@ class JobDevices:
     def masks(self, names: Sequence[str]) -> list[str]:
         """Returns the names of devices in the form that a run's supervisor expects.
 
-        A GPU's name is its value in ``CUDA_VISIBLE_DEVICES``; a CPU's name is empty.
-        On named hosts the host and a ``/`` come first.
+        On named hosts it is the host, a ``/``, and a GPU's ``CUDA_VISIBLE_DEVICES``; on
+        this machine only the latter. The list is empty for CPUs of this machine.
 
         Args:
             names: Names of the devices, by slot; all of one kind.
