@@ -242,7 +242,7 @@ def test_something_is_there_already(saved: Path, tmp_path: Path) -> None:
     state = fresh_state(step)
     with pytest.raises(
         wh.WhaleError,
-        match=r"something at this path already.*the state is as it was: save it at",
+        match=r"this path exists already.*the state is as it was. Save it at",
     ):
         step.save(saved, state)
     assert sorted(p.name for p in saved.parent.iterdir()) == [saved.name]

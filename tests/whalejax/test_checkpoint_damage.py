@@ -310,7 +310,7 @@ def test_every_part_of_a_save_may_fail(
         step.save(tmp_path / "a", state)
     assert str(caught.value).startswith(
         f"{tmp_path / 'a'}: this checkpoint could not be written "
-        f"({os.strerror(number)}), and what was written of it is removed. {remedy}"
+        f"({os.strerror(number)}); its files are removed. {remedy}"
     )
     assert not [*tmp_path.iterdir()]
 

@@ -99,8 +99,7 @@ def test_two_processes_check_and_fail_alike(tmp_path: Path) -> None:
     assert first["writers"] == ["ocdbt.process_0", "ocdbt.process_1"]
     assert first["failed"].startswith(
         f"{tmp_path / 'run' / 'failed'}: this checkpoint could not be written (what was"
-        " written cannot be read again: Input/output error), and what was written of it"
-        " is removed."
+        " written cannot be read again: Input/output error); its files are removed."
     )
     assert (
         "step_000003 is damaged; restore another checkpoint: 1 pr" in first["damaged"]

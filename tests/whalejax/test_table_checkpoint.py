@@ -79,7 +79,7 @@ def test_four_ranks_by_columns_to_three_by_rows(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_and_another_model_are_refused(tmp_path: Path) -> None:
     step = make_step(2, "rows")
     step.save(tmp_path / "saved", step.init_from(make_net()))
-    with pytest.raises(wh.WhaleError, match="something at this path already"):
+    with pytest.raises(wh.WhaleError, match="this path exists already"):
         step.save(tmp_path / "saved", step.init_from(make_net()))
     plan = wh.plan_tables(
         loss,

@@ -1,8 +1,8 @@
 """Facts that all processes of a run must share, as short texts, and their comparison.
 
-Members of an elastic run, and processes of a swarm, compare them before they train
-together; processes of a launch compare only the versions. JAX is imported at first use,
-as a supervisor compares facts without it.
+Members of an elastic run and processes of a swarm compare all facts before they train
+together. Processes of a launch compare only the versions. JAX is imported at first use,
+because a supervisor compares facts without JAX.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def training_facts(
 
 
 def program_hash(program: Any) -> str:
-    """Returns a hash of a traced program, equal in all processes."""
+    """Returns a hash of a traced program, which does not depend on the process."""
     text = _ADDRESS.sub("", str(program))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def values_hash(leaves: Sequence[Any]) -> str:
-    """Returns a hash of the types, shapes and values of some arrays."""
+    """Returns a hash of the dtypes, shapes and values of arrays."""
     import numpy as np
 
     digest = hashlib.sha256()
@@ -74,7 +74,7 @@ def values_hash(leaves: Sequence[Any]) -> str:
 
 
 def difference(who: str, facts: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """Returns text about a process's facts that differ from the run's; empty if none.
+    """Returns text about a process's facts that differ from the run's; empty if equal.
 
     Args:
         who: Name of the process.

@@ -1,7 +1,7 @@
-"""Checks one host, before several processes run together on it.
+"""Checks one host before processes of several hosts run together.
 
-Each check reports its result and, if that does not suffice, a remedy. JAX is never
-started in this process: another process finds the devices, and can be stopped if a
+Each check reports a value and, if the value does not suffice, a remedy. JAX never
+starts in this process. Another process finds the devices, and can be stopped if a
 driver hangs.
 """
 
@@ -29,12 +29,12 @@ from whalejax.meshes.catalogue import entry_of_device
 Verdict = Literal["ok", "warning", "problem"]
 
 DEVICE_SECONDS: Final = 120.0
-"""Time that JAX may take to find the devices."""
+"""Seconds that JAX may take to find the devices."""
 
 CLOCK_SECONDS: Final = 1.0
-"""Difference of clocks above which logs and files of hosts are hard to relate."""
+"""Seconds between clocks of hosts above which their logs are hard to compare."""
 
-_TIME_ERROR: Final = 5  # adjtimex(2)'s result for a clock that is not synchronised
+_TIME_ERROR: Final = 5  # adjtimex(2): the clock is not synchronised
 
 _DEVICES: Final = """
 import json, jax
@@ -51,7 +51,7 @@ class Check:
     Attributes:
         name: Name of the check.
         found: Value that was found.
-        verdict: Whether the value suffices; a warning concerns only some runs.
+        verdict: Whether the value suffices; a warning matters only for some runs.
         remedy: Remedy; empty if the value suffices.
     """
 
@@ -76,7 +76,7 @@ class HostReport:
     checks: tuple[Check, ...]
 
     def printable(self) -> HostReport:
-        """Returns another host's report without terminal control characters."""
+        """Returns the report without terminal control characters."""
         check = [
             Check(
                 name=printable(check.name),
@@ -94,8 +94,8 @@ def report(version: str, coordinator: str | None = None) -> HostReport:
     """Checks this host.
 
     Args:
-        version: Version of this package, as it runs.
-        coordinator: Address where processes will meet, ``"host:port"``; or None.
+        version: Version of this package.
+        coordinator: Address at which processes will meet, ``"host:port"``, or None.
     """
     devices, kinds = _devices()
     checks = (
@@ -140,7 +140,7 @@ def _version(package: str) -> Check:
 def _required_versions(package: str) -> str:
     try:
         needed = metadata.requires("whalejax") or []
-    except metadata.PackageNotFoundError:  # run from a checkout
+    except metadata.PackageNotFoundError:  # This package is not installed.
         return ""
     for line in needed:
         match = re.fullmatch(rf"{package}\s*\(?([<>=!~][^;)]*)\)?", line.strip())

@@ -1,8 +1,8 @@
-"""Connects hosts that will run together; compares versions, devices and clocks.
+"""Connects hosts that will run together, and compares their versions, devices, clocks.
 
-Every host starts this by itself. The host that has the coordinator's address listens at
-it; the others send it their reports. It measures each clock, compares the reports, and
-sends the result to all. JAX takes no part: it could not help if its versions differ.
+Every host runs this. The host with the coordinator's address listens, and the others
+send it their reports. It measures each clock, compares the reports, and sends the
+result to all. JAX is not used, because its versions may differ.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from whalejax.wire.messages import Message, Messages, WireError
 
 
 ROUNDS: Final = 5
-"""Number of requests for a clock's time; the quickest answer counts."""
+"""Number of requests for a clock's time, of which the quickest answer is used."""
 
 ANSWER_SECONDS: Final = 10.0
-"""Seconds after the coordinator's deadline within which it has sent the result."""
+"""Seconds after its deadline by which the coordinator has sent the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class HostComparison:
     """Reports of all hosts, and their comparison.
 
     Attributes:
-        hosts: Reports of the hosts; first that of the coordinator's host.
-        between: Results of the comparison.
+        hosts: Reports of the hosts, the coordinator's first.
+        between: Results of comparing the hosts.
     """
 
     hosts: tuple[HostReport, ...]
@@ -65,7 +65,7 @@ class AskTime(Message):
 
 
 class Comparison(Message):
-    """Message with the result of the comparison; follows the reports of all hosts."""
+    """Message with the result of the comparison."""
 
     between: tuple[Check, ...]
 
@@ -81,18 +81,18 @@ def meet(
     timeout_seconds: float,
     key: Key | None = None,
 ) -> HostComparison:
-    """Meets the other hosts.
+    """Exchanges reports with the other hosts, and returns the comparison.
 
     Args:
         mine: Report of this host.
-        coordinator: ``"host:port"``.
-        count: Number of all hosts, this one included.
-        timeout_seconds: Time after which absent hosts count as missing.
+        coordinator: Address of the coordinator, ``"host:port"``.
+        count: Number of hosts, including this one.
+        timeout_seconds: Seconds after which absent hosts count as missing.
         key: Key of this process; None without one.
 
     Raises:
-        WhaleError: The coordinator cannot be reached or ends before its answer, its
-            address cannot be listened at, or something else listens there.
+        WhaleError: The coordinator cannot be reached or ends before its answer, or its
+            port is in use.
     """
     end = time.monotonic() + timeout_seconds
     result = _listener(coordinator)
@@ -102,7 +102,7 @@ def meet(
 
 
 def _listener(coordinator: str) -> socket.socket | None:
-    """Returns a socket at the coordinator's address; None if not local, or in use."""
+    """Returns a socket at the coordinator's address; None if not local or in use."""
     try:
         return listen_at(coordinator, "--coordinator")
     except OSError as error:
@@ -129,7 +129,7 @@ class _Visitor:
 
 
 class _HostCollector:
-    """Receives reports of hosts, concurrently, until all came or time is up."""
+    """Receives reports of hosts until all have come or time is up."""
 
     def __init__(self, mine: HostReport, coordinator: str, count: int) -> None:
         self._mine = mine
@@ -212,7 +212,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
 
 
 def compare_hosts(reports: Sequence[HostReport]) -> list[Check]:
-    """Returns the differences of hosts from the first one."""
+    """Returns the differences between the first host and the others."""
     checks = []
     for name, first in reports[0].facts.items():
         others = [r for r in reports[1:] if r.facts.get(name) != first]
@@ -278,7 +278,7 @@ def _report_to_coordinator(
             channel.send(Visit(report=mine))
             hosts: list[HostReport] = []
             while True:
-                # The coordinator's own deadline began with its start.
+                # The coordinator's deadline counts from its own start.
                 left = max(0.01, end - time.monotonic()) + ANSWER_SECONDS
                 message = channel.receive(_TO_VISITOR, seconds=left)
                 match message:

@@ -1,1 +1,1 @@
-"""Several processes: launch, rendezvous, heartbeats and checks of hosts."""
+"""What processes of a launch share: their environment, rendezvous, ports and output."""

@@ -1,9 +1,9 @@
 """CPU quotas by Linux control groups, to test mixed speeds on one machine.
 
-A process with a quota of 33 percent of a core gets that much of every fiftieth of a
-second and then waits, like a slower processor on average. Quotas need write access to
-the ``cpu`` controller (version 1) or the unified hierarchy (version 2), which usually
-only root has.
+A process with a quota of 33 percent of a core runs for that part of each period of 20
+ms and then waits, so on average it is like a slower processor. Quotas need write access
+to the ``cpu`` controller (version 1) or the unified hierarchy (version 2), which
+usually only root has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 ROOT: Final = Path("/sys/fs/cgroup")
 
 PERIOD_MICROSECONDS: Final = 20_000
-"""Period of a quota: short, so that steps have an even speed."""
+"""Period of a quota, which is short so that steps have an even speed."""
 
 
 class Quota:
@@ -86,7 +86,7 @@ class Quota:
         (self._path / "cpu.cfs_quota_us").write_text(str(quota))
 
     def weigh(self, times: float) -> None:
-        """Gives the group its quota even if cores are scarce.
+        """Sets the group's weight, so that it gets its quota even on a busy machine.
 
         Args:
             times: Weight relative to one other process of the machine.
@@ -98,7 +98,7 @@ class Quota:
             (self._path / "cpu.shares").write_text(str(round(1024 * times)))
 
     def add(self, pid: int) -> None:
-        """Puts a process under the quota; its later children are too.
+        """Applies the quota to a process and to its later children.
 
         Raises:
             WhaleError: The process does not exist.
@@ -131,7 +131,7 @@ class Quota:
 
 
 def why_no_quota() -> str:
-    """Returns the reason why no CPU quota can be set here; empty if one can."""
+    """Returns why no CPU quota can be set here; empty if one can."""
     try:
         with Quota(100):
             return ""

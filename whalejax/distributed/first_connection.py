@@ -1,8 +1,8 @@
 """Connects processes that know one address.
 
-One process listens at it; the others dial until it does. All have the same key, or none
-has one. Without a key, messages are not encrypted, and any process that reaches the
-address can take part.
+One process listens at the address, and the others try to connect until it does. Either
+all have the same key, or none has a key. Without a key, messages are not encrypted, and
+any process that reaches the address can take part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
     """Loads the key that the processes of this run share; None without one.
 
     Raises:
-        WhaleError: The key cannot be loaded, or only the old ``WHALEJAX_KEY`` is set.
+        WhaleError: The key cannot be loaded, or the obsolete ``WHALEJAX_KEY`` is set
+            instead.
 
     >>> shared_key({})
     """
@@ -55,9 +56,9 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
 def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket:
     """Returns a listening socket at the address where all processes connect.
 
-    For a loopback address, the socket listens only there. Otherwise it listens at all
-    addresses, as JAX's own service does, because other hosts may know this host by
-    another address.
+    For a loopback address, the socket listens only at that address. For another one it
+    listens at all addresses, as JAX's own service does, because other hosts may know
+    this host by another address.
 
     Args:
         coordinator: ``"host:port"``.
@@ -77,7 +78,7 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
             f"{parameter} is {joined_address(host, port)!r}: {host} has no address "
             f"here ({error.strerror}). Give an address of the machine of process 0"
         ) from error
-    # This process or its launcher may hold the port already; they share it.
+    # This process or its launcher may have reserved the port, which can be shared.
     option = socket.SO_REUSEPORT if is_reserved(port) else socket.SO_REUSEADDR
     with socket.socket(family, kind, proto) as tried:
         tried.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -96,7 +97,7 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
 
 
 def reach(coordinator: str, key: Key | None, end: float) -> Channel:
-    """Returns a connection to the listening process, as soon as it listens.
+    """Connects to the listening process as soon as it listens.
 
     Args:
         coordinator: ``"host:port"``.

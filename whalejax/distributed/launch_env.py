@@ -1,7 +1,4 @@
-"""Environment of a process that ``whalejax launch`` started, and its reports.
-
-The module is separate from the launcher, because only this part runs in the processes.
-"""
+"""Environment of a process that ``whalejax launch`` started, and its reports."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
 KEY_FILE: Final = "WHALEJAX_KEY_FILE"
-"""Variable with the file of the key that the processes of a run share."""
+"""Environment variable with the path of the key file that a run's processes share."""
 
 EXIT: Final = "WHALEJAX_EXIT_SECONDS"
-"""Variable with the time that a process waits at its end for the others' ends."""
+"""Environment variable with the seconds that a process waits for the others to end."""
 
 EXIT_SECONDS: Final = 300.0
-"""Default of that time. JAX waits as long for the last process, too."""
+"""Default of these seconds, equal to JAX's own wait for the last process."""
 
 PORT: Final = 8476
-"""Port at which process 0 listens, if it runs on another host and no port was given."""
+"""Default port of process 0 if it runs on another host."""
 
 MARK: Final = "whalejax-rank "
-"""Beginning of a line with a process's report, which the launcher removes."""
+"""Beginning of an output line with a report to the launcher, which removes the line."""
 
 ENDS_FOR_ANOTHER: Final = 70
-"""Exit status of a process that ends because of another one."""
+"""Exit status of a process that ends because another one has failed."""
 
 LOSS_SIGNS: Final = (
     "gloo",
@@ -47,7 +44,7 @@ LOSS_SIGNS: Final = (
     "deadline_exceeded",
     "aborted",
 )
-"""Words, in lower case, of errors that a lost process causes in others."""
+"""Lower-case words in errors that a lost process causes in other processes."""
 
 MOST_WORDS: Final = 500
 """Maximum length of a text that a process reports about another one."""
@@ -64,7 +61,7 @@ def launched(
     """Returns coordinator, number of processes and rank; None if no launcher set them.
 
     Raises:
-        WhaleError: Some are missing, or are not numbers.
+        WhaleError: Some variables are missing, or are not numbers.
 
     >>> launched({})
     >>> launched({COORDINATOR: "a:1", NUM_PROCESSES: "2", PROCESS_ID: "0"})
@@ -98,7 +95,7 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
         parameter: Name of the argument, for the error.
 
     Raises:
-        WhaleError: The text is no such address.
+        WhaleError: The text is not such an address.
 
     >>> split_address("node0:8476"), split_address("[fd00::2]:8476")
     (('node0', 8476), ('fd00::2', 8476))
@@ -148,7 +145,7 @@ class DeviceReport(_ReportLine, frozen=True, kw_only=True, tag="introduced"):
 
 
 class BlameReport(_ReportLine, frozen=True, kw_only=True, tag="blamed"):
-    """Report of the rank that caused an exit, and text that follows its name."""
+    """Report of the rank that caused an exit, and text that says how."""
 
     rank: Annotated[int, Meta(ge=0)]
     why: str
@@ -163,7 +160,7 @@ _DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 
 
 def exit_seconds() -> float:
-    """Returns the longest wait for the others at the end, as the launcher set it."""
+    """Returns the seconds that a process waits at its end for the others to end."""
     try:
         seconds = float(os.environ.get(EXIT, EXIT_SECONDS))
     except ValueError:

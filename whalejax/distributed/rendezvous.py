@@ -1,11 +1,10 @@
 """Waits for all processes of a program, before JAX is started in any of them.
 
 If processes are missing, JAX aborts the others with a C++ stack trace that names
-process 0; if JAX's port is in use, process 0 is aborted. So process 0 first listens at
-that port itself and the others connect to it: missing processes are known by rank, and
-all report them. While JAX joins the processes, it cannot be interrupted. So the
-connections stay open until then, and a process that ends or hangs meanwhile ends the
-others.
+process 0. If JAX's port is in use, it aborts process 0. So process 0 first listens at
+that port itself, and the others connect to it. All processes then report the missing
+ranks. JAX cannot be interrupted while it joins the processes. So the connections stay
+open meanwhile, and a process that ends or hangs ends the others.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from whalejax.wire.run_messages import RegistrationRefused
 
 
 MOST_NAMED: Final = 10
-"""Maximum number of missing processes that are named."""
+"""Maximum number of missing processes that a message names."""
 
-_MARGIN_SECONDS: Final = 5.0  # by which process 0 gives up before the others
+_MARGIN_SECONDS: Final = 5.0  # Process 0 gives up this much before the others.
 
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
@@ -55,7 +54,7 @@ class Arrival(Message):
 
 
 class NotStopped(Message, tag="here"):
-    """Message that a process has not been stopped."""
+    """Heartbeat of a process while JAX joins it."""
 
 
 class ProcessJoined(Message, tag="joined"):
@@ -73,8 +72,8 @@ class Go(Message):
 
 
 class LostProcess(Message):
-    """Message that all end because a process failed: its rank, the text that follows
-    its name, and the full text.
+    """Message that all processes end because one was lost: its rank, what happened to
+    it, and the full text of the error.
     """
 
     rank: _Rank
@@ -98,8 +97,8 @@ class ProcessPlace:
         coordinator: ``"host:port"`` of process 0.
         count: Number of processes.
         rank: Rank of this process.
-        seconds: Time after which an absent process counts as missing.
-        join_seconds: Time within which JAX must join the processes after that.
+        seconds: Seconds after which an absent process counts as missing.
+        join_seconds: Seconds in which JAX must join the processes once all are there.
         key: Key of this process; None without one.
     """
 
@@ -125,9 +124,9 @@ def rendezvous(
     """Waits until all processes have connected.
 
     Args:
-        place: Place of this process.
-        end: Function that ends this process; another thread calls it with a reason if
-            another process is lost while JAX joins them.
+        place: Rank and meeting address of this process.
+        end: Function that ends this process for a reason. A thread calls it if another
+            process is lost while JAX joins them.
 
     Returns:
         Object whose ``mark_joined()`` must be called once JAX has joined them.
@@ -173,7 +172,7 @@ class RendezvousServer:
         """
         self._place = place
         self._end = end
-        # Where each process is, and its connection.
+        # Text that says where each process is, and its connection.
         self._here: dict[int, tuple[str, Channel]] = {}
         self._ranks: dict[Channel, int] = {}
         self._joined: set[int] = set()
@@ -190,10 +189,10 @@ class RendezvousServer:
         )
 
     def wait(self) -> None:
-        """Waits until all have connected, and tells them.
+        """Waits until all processes have connected, and tells them.
 
         Raises:
-            LostProcessError: Some are missing.
+            LostProcessError: Processes are missing.
         """
         place = self._place
         with self._changed:
@@ -201,7 +200,7 @@ class RendezvousServer:
             full, missing = self._full(), self._missing()
             fatal = self._fatal()
         if full:
-            # From now on JAX uses the port.
+            # JAX uses the port from here on.
             self._acceptor.stop_listening()
             now = time.monotonic()
             with self._changed:
@@ -243,7 +242,7 @@ class RendezvousServer:
         return len(self._here) == self._place.count - 1
 
     def _fatal(self) -> bool:
-        # Without a key it may have been a stranger, which the others can ignore.
+        # Without a key it may be a stranger's connection, which can be ignored.
         return bool(self._gone and self._place.key)
 
     def _missing(self) -> list[int]:
@@ -300,7 +299,7 @@ class RendezvousServer:
             if wrong:
                 channel.post(RegistrationRefused(why=wrong))
                 return
-            # So processes that give up before process 0 can name the missing ones.
+            # Processes that give up before process 0 can then name the missing ones.
             some = MissingRanks(ranks=missing[: MOST_NAMED + 1])
             if len(missing) <= MOST_NAMED:
                 self._tell_all(some)
@@ -330,8 +329,8 @@ class RendezvousServer:
             )
             if self._over or len(self._joined) == place.count:
                 return
-            # JAX joins all at the same moment, so that all wait for one process: the
-            # one that has been silent for longest.
+            # JAX joins all processes at the same time, so all wait for one process. It
+            # is the process that has been silent for longest.
             late = {r: t for r, t in self._heard.items() if r not in self._joined}
             rank, why = next(
                 iter(self._gone.items()),
@@ -359,11 +358,11 @@ class RendezvousClient:
         self._missing: list[int] = []
 
     def wait(self) -> None:
-        """Connects, and waits until all have connected.
+        """Connects, and waits until all processes have connected.
 
         Raises:
-            LostProcessError: Some are missing.
-            WhaleError: This process cannot be admitted.
+            LostProcessError: Processes are missing.
+            WhaleError: Process 0 refuses this process.
         """
         deadline = time.monotonic() + self._place.seconds
         channel = self._channel = self._arrive(deadline)
@@ -399,7 +398,7 @@ class RendezvousClient:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; process 0's end is then ignored."""
+        """Closes the connection, so that the end of process 0 is ignored."""
         self._is_over = True
         if self._channel is not None:
             self._channel.close()
@@ -450,9 +449,9 @@ class RendezvousClient:
         return LostProcessError(0, f"process 0 {why}. Look for its first error")
 
     def _look_on(self) -> None:
-        """Reports until JAX has joined this process that it does not hang.
+        """Sends heartbeats to process 0 until JAX has joined this process.
 
-        It ends this process if process 0 asks for that, or if process 0 itself ends.
+        It ends this process if process 0 asks for that, or if process 0 ends.
         """
         assert self._channel is not None
         rank, why, text = 0, "ended before JAX had joined all", ""
@@ -469,7 +468,7 @@ class RendezvousClient:
                         break
                     self._channel.post(NotStopped())
                     continue
-                # The missing ranks were sent before all came.
+                # The missing ranks may be outdated.
                 if isinstance(message, LostProcess):
                     rank, why, text = message.rank, message.why, message.text
         if self._is_over:
@@ -480,7 +479,7 @@ class RendezvousClient:
 
 
 def end_process(said: str, rank: int) -> None:
-    """Ends this process, which waits in JAX, because of another one."""
+    """Ends this process, which waits in JAX for a process that was lost."""
     text = (
         f"whalejax: {said}. Process {rank} ends for it. Look for its first error, and "
         "start all processes anew\n"
@@ -498,7 +497,7 @@ def _listen(place: ProcessPlace) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # Others may reach this machine by an address that it does not have.
+            # Other hosts may reach this machine by an address that it does not have.
             return listen_at(joined_address("0.0.0.0", port))  # noqa: S104
     except OSError as error:
         raise WhaleError(

@@ -1,8 +1,8 @@
-"""A port that is held from its announcement until the processes have ended.
+"""Reserves a port from its announcement until the processes have ended.
 
-Another program can take a port that was found free and released before a process
-listens at it. A port that is held by a non-listening socket stays: the kernel gives it
-to no other program, and lets sockets of the same user with ``SO_REUSEPORT`` listen
+If a free port is found and released, another program can take it before a process
+listens at it. So a socket that does not listen keeps the port. The kernel then gives it
+to no other program, but lets sockets of the same user with ``SO_REUSEPORT`` listen
 there, as JAX's coordination service does.
 """
 
@@ -15,10 +15,10 @@ from typing import Final
 
 
 HELD_PORT: Final = "WHALEJAX_HELD_PORT"
-"""Variable with the port that the launcher holds, at which a process may listen."""
+"""Environment variable with the port that the launcher has reserved for a process."""
 
 _held: Final[dict[int, int]] = {}
-"""Descriptors of the sockets by port; they stay open until the process ends."""
+"""Sockets of reserved ports by port, open until ``release_port`` or the end."""
 
 
 def reserve_port(host: str, port: int = 0) -> int:
@@ -26,11 +26,10 @@ def reserve_port(host: str, port: int = 0) -> int:
 
     Args:
         host: Local address.
-        port: Number of the port; a free one if 0.
+        port: Number of the port; 0 chooses a free one.
 
     Raises:
-        OSError: The address is not of this machine, no port is free, or the one that
-            was asked for is in use.
+        OSError: The address is not local, no port is free, or ``port`` is in use.
 
     >>> is_reserved(reserve_port("127.0.0.1"))
     True
@@ -48,7 +47,7 @@ def reserve_port(host: str, port: int = 0) -> int:
 
 
 def release_port(port: int) -> None:
-    """Releases a port, if this process holds it."""
+    """Releases a port, if this process has reserved it."""
     opened = _held.pop(port, None)
     if opened is not None:
         with contextlib.suppress(OSError):
@@ -56,10 +55,10 @@ def release_port(port: int) -> None:
 
 
 def is_held(port: int) -> bool:
-    """Returns whether this process itself holds a port."""
+    """Returns whether this process itself has reserved a port."""
     return port in _held
 
 
 def is_reserved(port: int) -> bool:
-    """Returns whether this process, or its launcher for it, holds a port."""
+    """Returns whether this process or its launcher has reserved a port."""
     return is_held(port) or os.environ.get(HELD_PORT) == str(port)

@@ -1,7 +1,7 @@
 """Standard output and error, which may be closed, full, or a pipe that nobody reads.
 
-A stream that accepts no more must not crash a process. A command whose result cannot be
-written reports that, and ends with a status other than 0.
+A stream that no longer accepts data must not crash a process. A command that cannot
+write its result reports that, and ends with a nonzero status.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 _LINE_SECONDS: Final = 1.0
-"""Time in which a working stream accepts a line."""
+"""Seconds in which a working stream accepts a line."""
 
 _END_SECONDS: Final = 2.0
 _MOST_LINES: Final = 1000
@@ -38,9 +38,9 @@ class OutputWriteError(WhaleError, OSError):
 
 
 class _Output:
-    """Standard output whose errors name it as their source.
+    """Standard output whose errors say that they come from it.
 
-    A closed pipe is no error: its reader has seen enough.
+    A closed pipe is not an error, because its reader has seen enough.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -70,8 +70,7 @@ def _output_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Makes ``sys.stdout`` raise ``OutputWriteError`` in the context if it cannot
-    write.
+    """Makes failed writes to ``sys.stdout`` raise ``OutputWriteError`` in the context.
 
     If standard output is closed, printed text is dropped.
     """
@@ -85,7 +84,7 @@ def standard_output() -> Iterator[None]:
 
 
 def drop_stdout() -> None:
-    """Drops buffered output of stdout, on which Python would fail at exit."""
+    """Drops the buffered output of stdout, which Python could not write at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -93,32 +92,36 @@ def drop_stdout() -> None:
 
 
 def hold_standard_streams() -> None:
-    """Opens closed ones of stdin, stdout and stderr, so that no pipe or log gets their
-    number and receives printed text."""
+    """Opens ``os.devnull`` in place of closed standard streams.
+
+    Otherwise a pipe or log could get the number of a stream and receive printed text.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def say(text: str) -> None:
     """Prints a line to standard error, if possible."""
-    if sys.stderr is not None:  # else print would use standard output
+    if sys.stderr is not None:  # With None, print would use standard output.
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
 class BackgroundLines:
-    """Lines for a stream that may accept nothing for long: a terminal after Ctrl-S, or
-    a full pipe. The caller continues, and lines follow in order once it accepts them.
+    """Writes lines to a stream that may block, such as a full pipe, without waiting.
+
+    Lines that the stream does not accept yet follow later, in order.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         """Starts the writer without lines.
 
         Args:
-            write: Writes a line, possibly slowly; raises OSError without a reader.
+            write: Function that writes a line and may block; raises ``OSError`` if the
+                stream has no reader.
         """
         self._write = write
         self._changed = threading.Condition()
@@ -128,10 +131,11 @@ class BackgroundLines:
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> None:
-        """Writes a line; returns when it is written, or the stream accepts nothing.
+        """Writes a line; returns when it is written, or when the stream blocks.
 
         Args:
-            line: Line with its end; dropped and counted if very many lines wait.
+            line: Line with its newline. If very many lines wait, it is dropped and
+                counted.
         """
         with self._changed:
             if len(self._lines) >= _MOST_LINES:
@@ -146,9 +150,7 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Waits until all lines are written, or for ``seconds``; returns whether they
-        are.
-        """
+        """Waits for at most ``seconds``; returns whether all lines are written."""
         with self._changed:
             return self._drained(seconds)
 
@@ -187,7 +189,7 @@ def wait_for_lines() -> None:
 
 
 def say_in_background(text: str) -> None:
-    """Writes a line without waiting, in a process for which others wait."""
+    """Writes a line to standard error without waiting for its reader."""
     try:
         is_own = sys.stderr is not None and sys.stderr.fileno() == 2
     except (OSError, ValueError, AttributeError):
@@ -195,4 +197,4 @@ def say_in_background(text: str) -> None:
     if is_own:
         _errors.put(f"{text}\n")
     else:
-        say(text)  # A handler in this process receives the line.
+        say(text)

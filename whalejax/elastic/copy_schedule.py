@@ -47,7 +47,7 @@ from whalejax.wire.keys import load_key
 _LEAST_SECONDS: Final = 1e-4
 _MOST_STEPS: Final = 1_000_000
 _MOST_FAILED: Final = 3
-"""Consecutive failed sets, after which no more are made."""
+"""Number of consecutive failed sets of copies after which copying ends."""
 
 
 class ShardCopyManager:
@@ -96,9 +96,7 @@ class ShardCopyManager:
             self._meet(mine, key)
 
     def _meet(self, mine: CopyHolder, key: Path) -> None:
-        """Finds the holders of copies, and serves copies to other processes
-        if there are several folders.
-        """
+        """Finds the holders of copies; several folders need an exchange."""
         assert self._copies is not None
         error = ""
         self._holders = _holders(mine)
@@ -133,7 +131,7 @@ class ShardCopyManager:
             self._exchange = None
 
     def _agreed(self, done: int, error: str) -> bool:
-        """Whether all processes continue with copies; none does if one cannot."""
+        """Returns whether no process has an error; an error ends copying in all."""
         result = first_error(error, "copies in memory")
         if result:
             self._copies = None
@@ -149,7 +147,7 @@ class ShardCopyManager:
         All processes call this.
 
         Args:
-            than: Step of the checkpoint.
+            than: Step of the newest checkpoint.
         """
         if self._copies is None:
             return None
@@ -185,10 +183,10 @@ class ShardCopyManager:
         return state
 
     def _open_copy(self, name: str, ranks: Sequence[int]) -> CopyFile:
-        """Opens a file of this folder, or else of the first process that answers.
+        """Opens a file of this folder, or of another process if it is not here.
 
         Raises:
-            OSError: No process has it.
+            OSError: No process could open the file.
         """
         assert self._copies is not None
         here = jax.process_index()
@@ -217,11 +215,11 @@ class ShardCopyManager:
         self._seconds += weight * (seconds - self._seconds)
 
     def steps(self) -> int:
-        """Returns the number of steps after which a copy is due."""
+        """Returns the number of steps between two copies."""
         if self._every is not None:
             return self._every
         if not self._cost:
-            return 1  # Its cost is still unknown.
+            return 1  # The cost of a copy is still unknown.
         best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
         if self._copies is not None:  # Copies use links at most half of the time.
             best = max(best, 2 * self._copies.seconds)
@@ -230,9 +228,7 @@ class ShardCopyManager:
         )
 
     def is_due(self, done: int) -> bool:
-        """Whether this process would copy the state of a step; the first process
-        decides.
-        """
+        """Returns whether this process would make a copy after ``done`` steps."""
         copies = self._copies
         if copies is None or copies.busy or done <= max(self._last, 0):
             return False
@@ -244,7 +240,7 @@ class ShardCopyManager:
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:
-        """Copies a state, in parallel with the next steps; all processes call this."""
+        """Copies a state while the next steps run; all processes call this."""
         if self._copies is None:
             return
         began = time.monotonic()
@@ -253,7 +249,7 @@ class ShardCopyManager:
             return
         count, rank = jax.process_count(), jax.process_index()
         copied = ShardCopySet(step=done, generation=self._generation, count=count)
-        if self._removes:  # Room for two sets: the last complete one and this.
+        if self._removes:  # Keep only the last complete set and the one begun here.
             kept = [*copied.names] + (self._whole.names if self._whole else [])
             drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]
             remove_others(self._copies.folder, [*kept, *drafts])
@@ -277,7 +273,7 @@ class ShardCopyManager:
         if self._failed >= _MOST_FAILED:
             self._copies = None
             self.close()
-            problem += f"; {self._failed} in a row, so that none are made any more"
+            problem += f"; {self._failed} in a row failed, so no more copies are made"
         self._tell(done, problem)
 
     def _send(self, path: Path) -> None:
@@ -291,7 +287,6 @@ class ShardCopyManager:
 
 
 def _holders(mine: CopyHolder) -> list[CopyHolder]:
-    """Returns the holders of copies in all processes; all of them call this."""
     text = json.dumps(dataclasses.asdict(mine))
     said = told_by_all(text, "where copies are")
     return [CopyHolder(**json.loads(text)) for text in said]

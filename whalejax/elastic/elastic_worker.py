@@ -87,7 +87,7 @@ def with_rate(job: Job, factor: float) -> Job:
 
     Args:
         job: Job to train.
-        factor: Ratio of the learning rate to that of the job's optimizer.
+        factor: Factor by which each update is multiplied.
     """
     if factor == 1.0 or job.optimizer is None:
         return job
@@ -107,7 +107,7 @@ def with_rate(job: Job, factor: float) -> Job:
 
 
 def main(words: Sequence[str]) -> int:
-    """Trains until the run is over; returns the exit status.
+    """Trains until the last step, and returns the exit status.
 
     Args:
         words: Single argument: the options of the command as JSON.

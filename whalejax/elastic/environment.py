@@ -1,7 +1,4 @@
-"""Environment variables of an elastic run's processes.
-
-They name the supervisor's address, the run, and the agent if one started the process.
-"""
+"""Environment variables of an elastic run's processes."""
 
 from __future__ import annotations
 
@@ -14,29 +11,29 @@ from whalejax.distributed.launch_env import split_address
 
 
 SUPERVISOR: Final = "WHALEJAX_SUPERVISOR"
-"""Address of the supervisor, which sends a member everything else."""
+"""Host and port of the supervisor."""
 
 RUN: Final = "WHALEJAX_RUN"
 """The supervisor's name for the run, unique among the runs of its folder."""
 
 AT_ONCE: Final = signal.SIGQUIT
-"""Signal by which a launcher tells its supervisor to end all processes at once."""
+"""Signal by which a launcher asks its supervisor to end all processes immediately."""
 
 SUPERVISOR_SECONDS: Final = 120.0
-"""Seconds after which a lost supervisor is given up."""
+"""Default seconds for which a process waits for a lost supervisor to return."""
 
 HELD_BY: Final = "WHALEJAX_AGENT"
 """Name of the agent that started the process."""
 
 MEMBER_HOST: Final = "WHALEJAX_MEMBER_HOST"
-"""Address at which other members reach the process; set if its agent was given one."""
+"""Address at which other members reach the process; set only by agents with --host."""
 
 
 def local_host(address: str) -> str:
     """Returns the address of this host at which other members reach this process.
 
-    This is the local address of connections to the supervisor, unless ``MEMBER_HOST``
-    gives another.
+    It is ``MEMBER_HOST`` if set. Otherwise it is the local address of a connection to
+    the supervisor at ``address``.
 
     >>> local_host("127.0.0.1:1")
     '127.0.0.1'

@@ -1,7 +1,7 @@
 """Starts JAX over several processes, with a deadline for every wait.
 
-Processes meet (``rendezvous``) before JAX joins them, and send heartbeats before JAX
-initialises their devices: an error names a process that fails or freezes meanwhile.
+Processes first meet (``rendezvous``), then send heartbeats, and only then let JAX join
+them and initialise their devices. If a process fails meanwhile, an error names it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from whalejax.wire.addresses import joined_address
 
 
 INTERRUPT_SECONDS: Final = 2.0
-"""Seconds that JAX has to return after Ctrl-C before the process ends without it."""
+"""Seconds for which a process waits for JAX to return after Ctrl-C before it ends."""
 
-_JOIN_SECONDS: Final = 86_400  # JAX's own deadline aborts; rendezvous has a better one
+_JOIN_SECONDS: Final = 86_400  # Rendezvous has a deadline; JAX's would abort.
 _MOST_PROCESSES: Final = 2**20
 _LONGEST_SECONDS: Final = 10**6
-"""More than a week; fits JAX's 32-bit number of seconds."""
+"""Largest deadline in seconds: over a week, and within JAX's 32-bit limit."""
 
 
 @names_arguments("wh.init_distributed")
@@ -62,9 +62,9 @@ def init_distributed(
 
     Call it in all processes before anything touches a device. Without arguments the
     ranks come from ``whalejax launch``, or from the cluster through JAX: Slurm, Open
-    MPI, Kubernetes (jobs with indices), TPU. A process that dies or freezes ends the
-    others, with an error that names it, after ``heartbeat_seconds`` of silence; a
-    process that fails with an error ends them at once.
+    MPI, Kubernetes (jobs with indices), TPU. If a process dies or freezes, the others
+    end after ``heartbeat_seconds`` with an error that names it. If a process fails with
+    an error, the others end immediately.
 
     Args:
         coordinator: Address and port of process 0, ``"host:port"``; an IPv6 address
@@ -72,15 +72,15 @@ def init_distributed(
         num_processes: Number of processes.
         process_id: Rank of this process, from 0.
         timeout_seconds: Longest wait for all processes to join.
-        heartbeat_seconds: Seconds of silence after which a process counts as dead; no
-            process may block Python threads for longer.
+        heartbeat_seconds: Seconds without a heartbeat after which a process counts as
+            dead. No process may block Python threads for longer.
         preemption: Whether SIGTERM is a preemption notice and does not end the process.
-            The program must then call
+            If so, the program must call
             ``jax.experimental.multihost_utils.reached_preemption_sync_point`` in every
             step.
 
     Returns:
-        The number of processes. A second call does nothing else.
+        The number of processes. A second call only returns this number.
 
     Raises:
         WhaleError: The arguments are incomplete or contradictory, or differ from those
@@ -104,7 +104,7 @@ def init_distributed(
     with _interruptible(place.rank):
         _join(place, heartbeat_seconds, preemption)
         if place.count > 1:
-            # JAX waits for the devices of all: report a process that fails there.
+            # JAX waits here for the devices of all processes; one may fail meanwhile.
             beats.start_heartbeat(heartbeat_seconds, processes=place.count)
         kind, devices = jax.local_devices()[0].device_kind, jax.local_device_count()
         tell_launcher(DeviceReport(kind=kind, devices=devices))
@@ -146,7 +146,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     supervisor = os.environ.get(SUPERVISOR)
-    # Under a supervisor, all members use the exact address, so no other is bound.
+    # Under a supervisor, all members use exactly this address, so bind no other.
     narrow = local or supervisor is not None
     if place.count > 1:
         tell_launcher(Joining())
@@ -164,7 +164,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
                 place.count,
                 place.rank,
                 initialization_timeout=_JOIN_SECONDS,
-                # JAX's own check is for failures that ours misses, and reports less.
+                # JAX's check finds failures that ours misses, but reports less.
                 heartbeat_timeout_seconds=math.ceil(2 * heartbeat),
                 coordinator_bind_address=joined_address(*bind)
                 if narrow and bind
@@ -184,9 +184,9 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
 
 @contextlib.contextmanager
 def _interruptible(rank: int) -> Iterator[None]:
-    """Lets Ctrl-C end this process also while JAX waits, when Python cannot raise.
+    """Lets Ctrl-C end this process even while JAX waits and Python cannot raise.
 
-    Python writes the number of each signal to a socket, which a thread reads.
+    A thread reads the socket to which Python writes the number of each signal.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:

@@ -1,6 +1,6 @@
 """Runs a supervisor in its own process, and restarts it if it is killed.
 
-Its members continue meanwhile.
+The members of the run continue while the supervisor restarts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from whalejax.processes.local_run import LocalRun
 _MOST_RESTARTS: Final = 1000
 _FIRST_BEAT_SECONDS: Final = 120.0
 AGAIN_BEAT_SECONDS: Final = SUPERVISOR_SECONDS / 3
-"""Seconds until the first heartbeat of a restarted supervisor must come: fewer than
-those after which its members give up."""
+"""Deadline of a restarted supervisor's first heartbeat, before its members give up."""
 
 _NAME: Final = "supervisor"
 _ERROR_STATUS: Final = 2
@@ -61,8 +60,8 @@ def supervise(run: Supervised) -> int:
 class _SupervisorProcess:
     """Process of a supervisor, and the rules by which it is restarted.
 
-    A supervisor that is still starting cannot handle signals: it gets them after its
-    first heartbeat. The third Ctrl-C ends the run at once.
+    A supervisor cannot handle signals while it starts, so signals are passed on after
+    its first heartbeat. The third Ctrl-C ends the run immediately.
     """
 
     def __init__(self, run: Supervised) -> None:

@@ -2,8 +2,8 @@
 
 A member runs its micro-batches, reduces gradients with the others by messages, and
 updates its own copy of the state. It changes the state only after the sum of a step is
-known. So if a generation ends within a step, finished micro-batches are kept, and other
-members repeat only those of failed members.
+known. If a generation ends within a step, members keep their finished micro-batches and
+repeat only those of failed members.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Training:
         steps: Number of steps of the run.
         save: Folder of checkpoints, or None.
         save_every, keep: Steps between checkpoints, and number of checkpoints to keep.
-        copy_every: Steps between copies in memory, of a model over several processes;
-            None finds the best number, 0 makes no copies.
-        mtbf: Mean seconds between failures, to find that number.
+        copy_every: Steps between copies in memory of a model over several processes.
+            None computes the number from ``mtbf``, 0 makes no copies.
+        mtbf: Mean seconds between failures.
     """
 
     steps: int
@@ -70,11 +70,11 @@ class Training:
 
 
 class _Regroup(Exception):
-    """Signals that the supervisor forms a generation: the current work stops."""
+    """Stops the current work because the supervisor forms a generation."""
 
 
 class ElasticMember:
-    """Takes part in a run until its last step."""
+    """Member of a run, from when it joins to the last step."""
 
     def __init__(
         self, programs: ReplicaPrograms, training: Training, address: str, key_file: str
@@ -112,7 +112,7 @@ class ElasticMember:
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
         self._is_divergent = False
-        self._has_saved = False  # Since the request to leave.
+        self._has_saved = False  # since the request to leave
 
     def _registers(self) -> dict[str, Any]:
         training = self._training
@@ -139,7 +139,7 @@ class ElasticMember:
 
         Raises:
             WhaleError: The run cannot go on, or this member's part in it is over.
-            SystemExit: It was asked to leave, or was a spare that nobody needed.
+            SystemExit: This member was asked to leave, or was an unused spare.
         """
         self._control.open()
         check_shared(self._training.save)
@@ -188,7 +188,7 @@ class ElasticMember:
         self._saver.wait(self._look)
         self._control.phase = phases.FINISHED
         self._control.post(wire.Finished(step=self._at))
-        if self._asked is not None:  # The boundary is after the last step.
+        if self._asked is not None:  # The generation ends after the last step.
             raise _Regroup
         while not self._done:
             self._listen()
@@ -209,7 +209,7 @@ class ElasticMember:
                     self._control.post(suspect)
 
     def _look_later(self) -> None:
-        """Handles new messages; a requested generation waits until after the step."""
+        """Handles messages without stopping the work for a requested generation."""
         with contextlib.suppress(_Regroup):
             self._look()
 
@@ -239,7 +239,6 @@ class ElasticMember:
                 self._done = True
 
     def _stop(self, said: wire.Stop) -> None:
-        """Ends this member's run, after a checkpoint if it is to write one."""
         if said.saves and self._state is not None and self._training.save:
             self._control.phase = phases.SAVING
             self._save_good()
@@ -345,7 +344,7 @@ class ElasticMember:
     def _save_if_due(self) -> None:
         """Saves a checkpoint if this is the first member and one is due.
 
-        A leaving member without others also saves one: its process may be ended before
+        A leaving member that is alone also saves one: its process may be ended before
         another member has joined.
         """
         assert self._state is not None
@@ -359,7 +358,7 @@ class ElasticMember:
                 self._saver.save(self._state, self._at, self._look_later)
 
     def _save_last(self) -> None:
-        """Writes the state if no supervisor returns, so that the run can be resumed."""
+        """Saves the state when the supervisor is gone, so that the run can resume."""
         if self._state is None or self._training.save is None:
             return
         there = [name for name in self._names if name not in self._peers.broken]
@@ -369,7 +368,7 @@ class ElasticMember:
             self._saver.wait()
 
     def _save_good(self) -> None:
-        """Saves the state unless its loss is not finite; earlier checkpoints stay."""
+        """Saves the state if its loss is finite."""
         assert self._state is not None
         if self._is_divergent:
             why = "the loss of its last step is not finite"
@@ -394,7 +393,7 @@ class ElasticMember:
         self._held = {}
         loss = float(metrics["loss"])
         self._is_divergent = is_divergent(loss, metrics)
-        # Before ``step``, or a heartbeat could report that it computes the next step.
+        # Set the phase first: a heartbeat must not report the next step as computing.
         control.phase = phases.BETWEEN
         control.step = step + 1
         committed = wire.Committed(
@@ -447,7 +446,6 @@ class ElasticMember:
     # The end.
 
     def _leave(self) -> None:
-        """Asks to leave at the next step, so that no step is lost."""
         self._leaves = True
 
     def _close(self) -> None:
@@ -461,11 +459,11 @@ class ElasticMember:
 def check_shared(save: Path | None) -> None:
     """Refuses a folder of checkpoints that is not shared with the supervisor.
 
-    The supervisor locks the folder before it admits a member. So a shared folder has
-    the lock here too, on some network file systems after a while.
+    The supervisor locks the folder before it admits a member, so a shared folder has
+    the lock here too. On some network file systems the lock appears after a delay.
 
     Args:
-        save: The folder; None for no checkpoints.
+        save: Folder of checkpoints; None if the run saves none.
 
     Raises:
         WhaleError: The folder has no lock.

@@ -1,7 +1,7 @@
 """Connections between the members of one generation, and their messages.
 
-Each generation has its own connections: messages of an earlier generation are lost with
-its connections, and cannot be mistaken for those of this one.
+Each generation has its own connections, so messages of an earlier generation cannot be
+mistaken for those of the current one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.wire.messages import DATA_BYTES, M, Message, WireError
 
 
 CONNECT_SECONDS: Final = 30.0
-"""Deadline for members of a generation to connect, before a failure is reported."""
+"""Seconds in which all members of a generation must connect."""
 
 _TICK_SECONDS: Final = 0.05
 _DIALS: Final = 3
@@ -30,19 +30,19 @@ _CLOSED: Final = 1 << 60
 _SILENT_SECONDS: Final = 86_400.0
 
 Look = Callable[[], None]
-"""Called during a wait; raises if the wait has become useless."""
+"""Function called during a wait; raises if the wait has become useless."""
 
 
 class Peers:
     """The other members of a generation.
 
     Attributes:
-        host, port: Address of this member for others.
-        generation: Number of its generation; -1 before ``connect``.
+        host, port: Address at which other members reach this one.
+        generation: Number of the current generation; -1 before ``connect``.
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
-        """Listens for members; connects to none yet."""
+        """Listens for connections; makes none yet."""
         self._key, self.host = key, host
         listening = listen(host)
         self.port: int = listening.getsockname()[1]
@@ -76,8 +76,8 @@ class Peers:
             look: Called during waits for others.
 
         Raises:
-            WireError: A member cannot be reached, or does not connect in time;
-                ``broken`` names it.
+            WireError: A member cannot be reached, or does not connect in time. The
+                member is then in ``broken``.
         """
         self._leave(generation)
         self.generation, self._name = generation, name
@@ -96,7 +96,7 @@ class Peers:
             self._await(generation, other, end, look)
 
     def _dial(self, address: tuple[str, int], look: Look) -> Channel:
-        """Connects to a member; retries if the connection ends, as under load."""
+        """Connects to a member; retries if the connection is closed, as under load."""
         left = _DIALS
         while True:
             try:
@@ -136,7 +136,7 @@ class Peers:
         """Sends a message to a member of this generation.
 
         Raises:
-            WireError: The member is not connected, or accepts nothing.
+            WireError: The member is not connected, or does not read the message.
         """
 
         def gives_up() -> bool:
@@ -226,7 +226,7 @@ class Peers:
         said: wire.GradientPart | wire.Total | wire.State,
     ) -> None:
         if getattr(said, "generation", generation) != generation:
-            return  # Ignored: a message of another generation.
+            return
         with self._changed:
             key = (generation, other, type(said), getattr(said, "step", -1))
             self._inbox.setdefault(key, []).append(said)
@@ -239,7 +239,7 @@ class Peers:
         with self._changed:
             if self._channels.get((generation, other)) is not channel:
                 return
-            if generation != self.generation:  # As if it had never been made.
+            if generation != self.generation:  # A later ``connect`` waits for another.
                 del self._channels[generation, other]
         self._breaks(generation, other, why)
 

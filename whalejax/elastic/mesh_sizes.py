@@ -18,13 +18,13 @@ REPLICAS: Final = "replicas"
 """One full replica per process; gradients are reduced by messages."""
 
 REST: Final = -1
-"""Size of the axis that takes all devices left by the other axes."""
+"""Marks the axis that takes all devices left by the other axes."""
 
 Asked = Mapping[str, int] | Callable[[int], Mapping[str, int]] | str
 
 
 def refusal(asked: Any) -> str:
-    """Returns what the argument ``mesh`` should be; empty if it is valid.
+    """Returns the expected form of the argument ``mesh``; empty if it is valid.
 
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')
@@ -47,7 +47,7 @@ def refusal(asked: Any) -> str:
 
 
 def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
-    """Returns sizes of mesh axes for ``wh.plan``; None leaves them to the planner.
+    """Returns sizes of mesh axes for ``wh.plan``; None if the planner chooses them.
 
     Raises:
         PlanError: The mesh does not fit this number of devices, or the user's function

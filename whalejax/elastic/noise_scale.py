@@ -7,23 +7,20 @@ from typing import Final
 
 
 _DECAY: Final = 0.95
-"""Weight of the earlier steps in the running means.
-
-The means start at 0, which cancels in their ratio.
-"""
+"""Weight of earlier steps in the running means, whose bias cancels in their ratio."""
 
 
 class NoiseScale:
     """Running estimate of the gradient-noise scale.
 
-    The noise scale is the batch at which the noise of the mean gradient is as large as
-    the gradient itself: the trace of the gradients' covariance over the squared norm of
-    the true gradient (McCandlish et al., "An Empirical Model of Large-Batch Training",
-    2018, appendix A.1). For batches far below it, twice the batch halves the number of
-    steps; for batches far above it, a larger one saves few.
+    The noise scale is the batch size at which the noise of the mean gradient is as
+    large as the gradient itself. It is the trace of the gradients' covariance divided
+    by the squared norm of the true gradient (McCandlish et al., "An Empirical Model of
+    Large-Batch Training", 2018, appendix A.1). Far below it, twice the batch halves the
+    number of steps. Far above it, a larger batch hardly reduces that number.
 
-    Both terms are estimated without bias from the squared norms of the gradients of
-    micro-batches and of the full batch, and averaged over steps.
+    Unbiased estimates of both terms come from the squared norms of the gradients of
+    micro-batches and of the full batch. They are averaged over steps.
 
     Attributes:
         noise: Running mean of the trace of the covariance of a sample's gradient.

@@ -39,7 +39,7 @@ def reported_refusals() -> Iterator[None]:
     except WhaleError as error:
         address = os.environ.get(SUPERVISOR)
         if address is not None:
-            # If the report is lost, the process is restarted, as after other errors.
+            # If the report is lost, the supervisor restarts the process.
             with contextlib.suppress(WhaleError, WireError):
                 _report(address, os.environ.get(KEY_FILE, ""), str(error))
         raise

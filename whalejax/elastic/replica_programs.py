@@ -51,8 +51,8 @@ from whalejax.wire.run_messages import Note, Recovered, State
 
 
 MICRO_BATCHES: Final = 16
-"""Largest default number of micro-batches in a step: enough to divide among several
-members without long idle times."""
+"""Largest default number of micro-batches in a step: several for each member, so that
+members seldom idle."""
 
 _LONGEST_NOTE: Final = 2000
 
@@ -93,12 +93,14 @@ def planned_replica(
         job: Job to train.
         cluster: The devices of one process.
         batch: Samples of the global batch; default: the job's own number.
-        micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+        micro_batches: Number of micro-batches in a step; default: the largest up to
+            ``MICRO_BATCHES`` that divides the batch.
         precision: Precision of the model, as ``wh.plan`` takes it.
-        by_shapes: Whether to trace the first batch, if possible, in place of making it.
+        by_shapes: Whether to take only the shapes of the first batch, if its function
+            can be traced.
 
     Raises:
-        PlanError: The replica does not fit there, or cannot be planned.
+        PlanError: The replica does not fit on ``cluster``, or cannot be planned.
     """
     make = _shapes_of_batch if by_shapes else job_plans.first_batch
     first = make(job, batch)
@@ -128,8 +130,7 @@ def planned_replica(
 
 
 def _shapes_of_batch(job: Job, batch: int | None) -> Any:
-    """Returns the shapes of the first batch, so that JAX arrays initialise no device;
-    the batch itself if it cannot be traced."""
+    """Returns the first batch's shapes; its values if the job cannot be traced."""
     try:
         return jax.eval_shape(lambda: job.batch_at(0, batch))
     except Exception:  # any error of the user's function
@@ -163,12 +164,11 @@ class ReplicaPrograms:
         Args:
             job: Job to train.
             batch: Samples of the global batch; default: the job's own number.
-            micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+            micro_batches: Number of micro-batches in a step; see ``planned_replica``.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            planned: Replica that was planned with the values of the first batch, not
-                only its shapes; None to plan here. If it is for another platform than
-                this process's, this plans again.
+            planned: Replica planned earlier with the first batch's values; default:
+                planned here. A replica for another platform is planned again.
             noise_scale: Whether to measure the gradient-noise scale.
         """
         self.job, self._seed = job, seed
@@ -207,7 +207,7 @@ class ReplicaPrograms:
         self._data = values_hash(jax.tree.leaves(planned.first))
 
     def facts(self) -> dict[str, str]:
-        """Returns the facts that must be equal in all members."""
+        """Returns data that must be equal in all members, by name."""
         program = self._runner.program
         return training_facts(
             program.captured.jaxpr,
@@ -220,7 +220,7 @@ class ReplicaPrograms:
     # The state.
 
     def init_state(self) -> TrainState:
-        """Returns an initial state, the same in every member."""
+        """Returns the initial state, which is the same in every member."""
         key = jax.random.key(self._seed)
         return self.step.init(self.job.make_model, rng=key)
 
@@ -229,7 +229,7 @@ class ReplicaPrograms:
 
         Args:
             save: Folder of checkpoints, or None.
-            tell: Function that receives notes for the user, and ``Recovered``.
+            tell: Function that receives each ``Note`` and ``Recovered`` report.
         """
         newest = restore_newest(self.step, checkpoints(save) if save else [])
         state = self.init_state() if newest is None else newest.state
@@ -237,7 +237,7 @@ class ReplicaPrograms:
         return state
 
     def pieces(self, state: TrainState) -> Iterator[State]:
-        """Yields a state as messages; the last one has a hash of all."""
+        """Yields a state as messages; the last has a hash of the whole state."""
         data = packed([np.asarray(raw_array(x)) for x in jax.tree.leaves(state)])
         about = {
             "sha256": digest_of([data]),
@@ -253,7 +253,7 @@ class ReplicaPrograms:
         """Returns a state from another member's messages.
 
         Raises:
-            WhaleError: The messages are not a state of this job.
+            WhaleError: The messages do not make up a state of this job.
         """
         pieces: list[np.ndarray] = []
         while True:
@@ -320,10 +320,11 @@ class ReplicaPrograms:
 
         Args:
             step: Number of the step, from 0.
-            samples: Number of samples of all earlier steps; default: ``step`` batches.
+            samples: Samples used by all earlier steps; default: those of ``step``
+                batches.
 
         Raises:
-            PlanError: The job gives another batch than the planned one.
+            PlanError: The batch has other shapes than the planned one.
         """
         batch = self._batches(step * self.size if samples is None else samples)
         return self.step._layout.check(batch, step)
@@ -340,15 +341,15 @@ class ReplicaPrograms:
         held: dict[Node, Buffers],
         look: Callable[[], None],
     ) -> None:
-        """Runs micro-batches, and sums their gradients by subtree of the sum.
+        """Runs micro-batches, and sums their gradients for each node of the sum tree.
 
         Args:
             state: State of the run, which is not donated.
             batch: Global batch of the step.
-            nodes: Subtrees to compute.
-            held: Sums by node, extended in place, so that no result is lost when
+            nodes: Nodes whose sums are computed.
+            held: Sums by node. New sums are added here, so that they are kept if
                 ``look`` raises.
-            look: Called before every micro-batch.
+            look: Function called before every micro-batch.
         """
 
         def value(node: Node) -> None:
@@ -382,10 +383,7 @@ class ReplicaPrograms:
         return state, metrics
 
     def warm_up(self) -> None:
-        """Compiles the programs for steps, and those that copy a state.
-
-        It runs them on an initial state, which is then discarded.
-        """
+        """Compiles the programs for steps and for copies of a state by running them."""
         # A member may have to save or fetch a state at any time in the run.
         state = self.copy_state(self.init_state())
         batch = self.batch(0)
@@ -401,12 +399,12 @@ NEW_STATE: Final = "a new state"
 
 
 def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> None:
-    """Reports the source of a state, and the notes on it.
+    """Reports where a state came from.
 
     Args:
         state: State with which a run goes on.
-        found: Checkpoint of the state; None for a new state.
-        tell: Function that receives a ``Note`` and ``Recovered``.
+        found: Restored checkpoint, with its notes; None for a new state.
+        tell: Function that receives each ``Note`` and ``Recovered`` report.
     """
     for note in () if found is None else found.notes:
         say(f"whalejax: {note}")
@@ -420,7 +418,7 @@ def possible_counts(size: int, group: int | None) -> list[int]:
 
     Args:
         size: Samples of the batch.
-        group: Number of consecutive samples that stay together; None for 1.
+        group: Number of consecutive samples that stay in one micro-batch; None for 1.
 
     >>> possible_counts(40, 8), possible_counts(7, None), possible_counts(9, 2)
     ([5, 1], [7, 1], [1])
@@ -432,7 +430,8 @@ def possible_counts(size: int, group: int | None) -> list[int]:
 def _with_fewer(
     planned: Callable[[int], Plan], counts: Sequence[int], error: DependentSamplesError
 ) -> tuple[Plan, int]:
-    """Returns a plan with as many micro-batches as the loss allows, and that number."""
+    """Returns the plan with the most micro-batches that the loss allows, and their
+    number."""
     for count in counts if error.unit else ():
         if count > 1:
             with contextlib.suppress(DependentSamplesError):
@@ -442,11 +441,9 @@ def _with_fewer(
 
 
 def local_cluster() -> Cluster:
-    """Returns the cluster of one replica: this process's CPU, or all its
-    accelerators.
-    """
+    """Returns this process's devices: all its accelerators, or one CPU."""
     if jax.local_devices()[0].platform == "cpu":
-        return parse_cluster("cpu:1")  # Shares follow the measured times of members.
+        return parse_cluster("cpu:1")  # Micro-batches are divided by measured times.
     return Cluster.detect()
 
 

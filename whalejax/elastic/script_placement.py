@@ -1,7 +1,7 @@
 """Asks the supervisor for the rank of an ordinary script's process.
 
-Such a script does not know of members: its processes use the platform's collectives,
-and the loss of one ends the generation for all. The supervisor restarts them, and they
+The processes of such a script use the platform's collectives, so the loss of one
+process ends the generation for all. The supervisor restarts the processes, and they
 resume from their newest checkpoint.
 """
 
@@ -35,7 +35,7 @@ _held: list[Control] = []
 
 
 def connection() -> Control:
-    """Returns the connection to the supervisor; ``await_placement`` makes it."""
+    """Returns the connection to the supervisor that ``await_placement`` has made."""
     return _held[-1]
 
 
@@ -47,14 +47,14 @@ def await_placement(
 ) -> tuple[str, int, int] | None:
     """Returns coordinator, number of processes and rank; None without a supervisor.
 
-    It returns when a generation begins. From then on, threads send heartbeats, and end
-    the process when the supervisor asks for it.
+    It waits until a generation begins. Afterwards one thread sends heartbeats, and
+    another ends the process when the supervisor asks for it.
 
     Args:
         environment: Environment of the process.
-        told: Fields to register in addition to its address: ``steps``, ``save``,
-            ``micro_batches`` and more ``facts``.
-        hears: Handler of the supervisor's later messages, called in a thread; returns
+        told: More fields to register with the supervisor: ``steps``, ``save``,
+            ``micro_batches`` and ``facts``.
+        hears: Handler of the supervisor's later messages, called in a thread. Returns
             whether it has handled the message.
 
     Raises:
@@ -104,7 +104,7 @@ def await_placement(
 
 
 def listens(coordinator: str) -> str:
-    """Returns text on who can reach the coordinator of a generation.
+    """Returns a warning that names who can reach the coordinator of a generation.
 
     >>> listens("10.0.0.1:8476").partition(";")[0]
     'the coordination service of JAX listens at 10.0.0.1:8476'
@@ -112,8 +112,8 @@ def listens(coordinator: str) -> str:
     host, _ = split_address(coordinator)
     who = "any user of this machine" if is_loopback(host) else "whoever reaches it"
     return (
-        f"the coordination service of JAX listens at {coordinator}; it asks nobody for "
-        f"the key of the run, so that {who} can end a generation or join it "
+        f"the coordination service of JAX listens at {coordinator}; it does not check "
+        f"the key of the run, so {who} can end a generation or join it "
         "(docs/survive/machines.md, Security)"
     )
 
@@ -125,13 +125,12 @@ def _obey(control: Any, said: Any) -> None:
         case wire.RunEnded() | wire.Stop():
             if isinstance(said, wire.RunEnded) and said.well:
                 control.flush(_FLUSH_SECONDS)
-                os._exit(0)  # Nobody needed it.
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _finished(control: Any) -> None:
-    """Reports that the script ended without an error: a restarted supervisor cannot
-    read the exit status of a process that it did not start."""
+    """Reports success to a supervisor that may be unable to read the exit status."""
     if not hasattr(sys, "last_value"):  # No exception ended it.
         control.post(wire.Finished(step=-1))
     control.flush(_FLUSH_SECONDS)

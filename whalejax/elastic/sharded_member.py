@@ -1,9 +1,9 @@
-"""One model over all processes of a generation, which restart to change their number.
+"""Member of a run whose model is sharded over all processes.
 
-Its shards are on the devices of several processes, which use the platform's
-collectives. So the loss of one process ends the generation for all: the supervisor
-restarts the processes, and they plan again. If others join or one leaves, the
-supervisor asks the processes to stop, and all save their state after the same step.
+The processes use the platform's collectives, so the loss of one process ends the
+generation for all: the supervisor restarts the processes, and they plan again. If a
+process joins or leaves, the supervisor asks all processes to stop, and they save their
+state after the same step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BUSY: Final = "busy"
 _FLUSH_SECONDS: Final = 5.0
 _MOST_WORDS: Final = 2000
 _NICE: Final = 10
-"""``nice`` value of the thread that plans and compiles ahead."""
+"""``nice`` value of the thread that plans and compiles for other process counts."""
 
 Steps = Iterator[tuple[TrainState, dict[str, Any]]]
 
@@ -67,9 +67,10 @@ class SpreadMember:
         """Prepares the member; joins nothing yet.
 
         Args:
-            programs: Function that plans and traces; called when all devices are known.
+            programs: Function that plans and traces the job, called once all processes
+                have joined.
             training: Extent of the training, and its folder.
-            facts: Facts that all members must share, compared before planning.
+            facts: Data that must be equal in all members, compared before planning.
             supervised: Whether a supervisor chooses the members.
         """
         self._make, self._training, self._facts = programs, training, facts
@@ -86,7 +87,7 @@ class SpreadMember:
         self._status: int | None = None
 
     def run(self) -> Steps:
-        """Yields state and metrics after each step since this process began.
+        """Yields state and metrics after each step of this process.
 
         Raises:
             WhaleError: There is no plan, or the run cannot go on.
@@ -113,7 +114,7 @@ class SpreadMember:
         while done < self._training.steps:
             if control is not None:
                 control.step = done
-                self._phase(WAITING)  # No deadline: the processes watch over steps.
+                self._phase(WAITING)  # The processes monitor each other during a step.
                 self._agree(state, done)
             began = time.monotonic()
             state, metrics = self._programs.step(
@@ -173,7 +174,7 @@ class SpreadMember:
             why = str(error)[:_MOST_WORDS]
             print(f"whalejax: {why}", file=sys.stderr, flush=True)
             self._control.post(wire.Unfit(count=jax.process_count(), why=why))
-            while True:  # The supervisor ends all processes, and starts as many as fit.
+            while True:  # The supervisor ends this process.
                 self._wait()
 
     def _restore_or_init(self) -> TrainState:
@@ -220,8 +221,7 @@ class SpreadMember:
             threading.Thread(target=work).start()
 
     def _prepare_ahead(self, compiles: bool) -> None:
-        """Plans for the next numbers of processes, in parallel with the steps, and may
-        compile for the next smaller number."""
+        """Plans for nearby numbers of processes; may compile for the next smaller."""
         with contextlib.suppress(OSError):  # The steps have priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         here = jax.process_count()
@@ -243,7 +243,7 @@ class SpreadMember:
             why = str(error)[:_MOST_WORDS]
             self._control.post(wire.Unfit(count=count, why=why))
         except Exception as error:
-            # Not needed: the processes plan again when they begin.
+            # The processes plan again when they begin.
             warn(f"no plan was made ahead for {count} processes: {error}")
         return None
 
@@ -256,7 +256,7 @@ class SpreadMember:
             if self._programs.compile_for(plan):
                 seconds = time.monotonic() - began
                 self._control.post(wire.CompiledAhead(count=count, seconds=seconds))
-        except Exception as error:  # They compile when they begin.
+        except Exception as error:  # The processes compile again when they begin.
             warn(f"nothing was compiled ahead for {count} processes: {error}")
 
     def _committed(self, done: int, loss: float) -> None:
@@ -287,13 +287,13 @@ class SpreadMember:
                         text = f"whalejax: {why}\n"
                         with contextlib.suppress(OSError):
                             os.write(2, text.encode())
-                        # Its steps may wait for a failed process.
+                        # A step may wait forever for a failed process.
                         os._exit(self._status)
             self._changed.notify_all()
         return True
 
     def _agree(self, state: TrainState, done: int) -> None:
-        """Stops if any process was asked to; copies if the first finds that due."""
+        """Stops if any process was asked to; copies if the first process finds so."""
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
@@ -301,7 +301,7 @@ class SpreadMember:
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""
-        # The supervisor asks no generation to stop before its first step.
+        # The supervisor asks a generation to stop only after its first step.
         if self._asked >= 0 or (self._leaves and self._has_committed):
             mine = _STOPS
         said = told_by_all(mine, "whether to stop")
@@ -311,7 +311,7 @@ class SpreadMember:
             self._copying.copy(state, done)
 
     def _stop(self, state: TrainState, done: int) -> None:
-        """Saves the state, reports it, and ends the process when the supervisor asks.
+        """Saves and reports the state, and waits until the supervisor ends the process.
 
         Raises:
             SystemExit: The supervisor has asked the process to end.
@@ -347,7 +347,6 @@ class SpreadMember:
         self._control.check()
 
     def _leave(self) -> None:
-        """Asks all processes to stop after a step, so that no step is lost."""
         self._leaves = True
 
     # Saving.
@@ -355,7 +354,7 @@ class SpreadMember:
     def _save(self, state: TrainState, done: int) -> None:
         folder = self._training.save
         if folder is None or self._is_divergent:
-            return  # A state whose loss is not finite is of no use later.
+            return  # The loss is not finite.
         self._phase(SAVING)
         path = folder / f"step_{done:06d}"
         if any(told_by_all("there" if path.exists() else "", "checkpoints there")):

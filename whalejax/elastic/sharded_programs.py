@@ -38,7 +38,7 @@ class SpreadPrograms:
 
     Attributes:
         size: Samples of a global batch.
-        count: Number of micro-batches in a step. It is the same for any number of
+        count: Number of micro-batches in a step. It does not depend on the number of
             processes, because random keys and statistics depend on it.
         plan: Plan for these processes.
         step: Compiled training step.
@@ -58,10 +58,11 @@ class SpreadPrograms:
 
         Args:
             job: Job to train.
-            mesh: Sizes of mesh axes, or a rule for any number of devices.
+            mesh: Sizes of mesh axes, or a function that gives them for a number of
+                devices, or ``"auto"``.
             batch: Samples of the global batch; default: the job's own number.
-            micro_batches: Number of micro-batches in a step; default: 1, or
-                the largest of ``possible_counts`` if ``mesh`` names stages.
+            micro_batches: Number of micro-batches in a step. Default: the largest of
+                ``possible_counts`` if ``mesh`` names stages, else 1.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
 
@@ -75,7 +76,6 @@ class SpreadPrograms:
         counts = possible_counts(self.size, job.group_size) if staged else [1]
         self.count = micro_batches or counts[0]
         model = self._model = job_plans.abstract_model(job)
-        # Only shapes: a batch may be large.
         self._batch = jax.tree.map(aval_of, first)
         here = jax.process_count()
         self.plan = job_plans.make_plan(
@@ -101,13 +101,14 @@ class SpreadPrograms:
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
 
     def compile_for(self, plan: Plan) -> bool:
-        """Compiles the step of one process into the persistent cache; runs nothing.
+        """Compiles a step of one process into the persistent cache, without running it.
+
+        It compiles only on CPUs, for one process, and without stage programs. Keys of
+        the cache depend on the process's rank on CPUs, and on their number on GPUs. On
+        GPUs, XLA may also wait for other processes to share autotuning results.
 
         Returns:
-            Whether it was compiled: only on CPUs, only for one process, and not for
-            stage programs. On CPUs, keys of the cache depend on the rank of the
-            process; on GPUs, on the number of processes. On GPUs, XLA may also wait for
-            other processes, to share the results of autotuning.
+            Whether the step was compiled.
         """
         several = plan.cluster.num_devices > jax.local_device_count()
         if plan.stage_plans or several or plan.cluster.platform != "cpu":
@@ -132,7 +133,7 @@ class SpreadPrograms:
 
         Args:
             folder: Folder of checkpoints, or None.
-            tell: Argument of ``ReplicaPrograms.newest``.
+            tell: Function that receives each ``Note`` and ``Recovered`` report.
         """
         result = (
             restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
@@ -150,7 +151,8 @@ class SpreadPrograms:
 
         Args:
             step: Number of the step, from 0.
-            samples: Number of samples of all earlier steps; default: ``step`` batches.
+            samples: Samples used by all earlier steps; default: those of ``step``
+                batches.
         """
         batch = self._batches(step * self.size if samples is None else samples)
         if jax.process_count() == 1:
@@ -177,7 +179,7 @@ class SpreadPrograms:
         return None
 
     def copied_states(self) -> CopiedStates:
-        """Returns how states of this step are copied into memory."""
+        """Returns the functions that copy states of this step into memory."""
         return CopiedModelStates(self.step.abstract_state, self.step.plan)
 
     def save(
@@ -188,8 +190,8 @@ class SpreadPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write, which is not donated.
-            before_it_appears: Function called before the checkpoint gets its name;
-                raises in all processes if it must not.
+            before_it_appears: Function called before the checkpoint gets its name. It
+                raises in all processes if the checkpoint must not appear.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         size = self.step._batch_size
@@ -199,7 +201,7 @@ class SpreadPrograms:
 def cluster_of(processes: int) -> Cluster:
     """Returns a cluster of processes that each have as many devices as this one.
 
-    Host CPUs are not measured: all processes must compute the same plan.
+    CPU speed is not measured, because all processes must compute the same plan.
     """
     each = jax.local_device_count()
     if jax.local_devices()[0].platform == "cpu":

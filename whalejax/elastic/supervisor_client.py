@@ -1,7 +1,7 @@
 """A member's connection to the supervisor, with heartbeats and reconnection.
 
-If the supervisor is killed, members wait for it: it restarts at the same address and
-takes its members back. Steps continue meanwhile, as long as no member fails.
+If the supervisor is killed, it restarts at the same address, and its members reconnect.
+Steps continue meanwhile unless a member fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from whalejax.wire.messages import WireError
 
 
 FIRST_SECONDS: Final = 30.0
-"""Deadline of the first connection, when the supervisor should already run."""
+"""Seconds for the first connection to a supervisor that should already run."""
 
 _AGAIN_SECONDS: Final = 0.2
 _ASK_SECONDS: Final = 5.0
@@ -45,20 +45,21 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 
 def first_seconds(supervisor_seconds: float = SUPERVISOR_SECONDS) -> float:
-    """Returns the deadline of this process's first question to the supervisor.
+    """Returns the seconds for which this process waits for its first answer.
 
-    If a supervisor started this process and has ended, it is restarted, so the wait is
-    long. Otherwise the address may be wrong, and the wait is ``FIRST_SECONDS``.
+    A process that a supervisor started waits ``supervisor_seconds``, because the
+    supervisor may be restarting. Another process may have a wrong address, so it waits
+    only ``FIRST_SECONDS``.
 
     Args:
-        supervisor_seconds: Seconds after which a lost supervisor is given up.
+        supervisor_seconds: Seconds to wait for a lost supervisor.
     """
     return supervisor_seconds if os.environ.get(RUN) else FIRST_SECONDS
 
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Handles SIGTERM as a preemption notice in the block; in the main thread only."""
+    """Calls ``leave`` on SIGTERM within the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -88,7 +89,7 @@ def key_of_run(key_file: str, address: str) -> Key:
 
 
 def is_hopeless(error: WireError) -> bool:
-    """Returns whether a retry of the connection is useless."""
+    """Returns whether retrying the connection cannot help."""
     return isinstance(error, WrongKey | OtherProtocol)
 
 
@@ -130,8 +131,8 @@ class Control:
         key: Key of the run.
         name: Name of the member; empty before it is admitted.
         goodput: Goodput of the run in the supervisor's last message.
-        phase, step, done: Contents of its heartbeats; set by the member.
-        generation: Generation in which ``await_placement`` placed the process; else 0.
+        phase, step, done: Values that the next heartbeat reports; set by the member.
+        generation: Generation in which ``await_placement`` placed the process, or 0.
     """
 
     def __init__(
@@ -147,9 +148,8 @@ class Control:
         Args:
             address: Address of the supervisor.
             key_file: Path of the run's key file.
-            registers: Function that returns the fields of ``Register`` that are not
-                known here.
-            supervisor_seconds: Seconds after which a lost supervisor is given up.
+            registers: Function that returns the member's own fields of ``Register``.
+            supervisor_seconds: Seconds to wait for a lost supervisor.
         """
         self._address, self._where = split_address(address, "supervisor"), address
         self.key = key_of_run(key_file, address)
@@ -161,14 +161,14 @@ class Control:
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._heard: collections.deque[wire.ToMember] = collections.deque()
-        # A killed supervisor may not have written the last reports: they stay here, and
-        # are sent again, until they are acknowledged. Reports are numbered in sequence:
-        # ``_sent`` is the newest sent over this connection, ``_number`` the newest.
+        # A killed supervisor may not have written the last reports. So they are kept,
+        # and sent again until acknowledged. ``_number`` counts all reports, and
+        # ``_sent`` is the number of the last one sent over the current connection.
         self._reports: collections.deque[wire.Report] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
-        self._run_name = os.environ.get(RUN, "")  # Empty if unknown.
+        self._run_name = os.environ.get(RUN, "")
         self._error: WhaleError | None = None
         self._closed = False
         self._beat_seconds = _FIRST_BEAT_SECONDS
@@ -177,7 +177,7 @@ class Control:
         """Connects to the supervisor and registers.
 
         Raises:
-            WhaleError: Nothing answers there, or the key or this member is refused.
+            WhaleError: No supervisor answers, or it refuses the key or this member.
         """
         self._connect(time.monotonic() + first_seconds(self._seconds), first=True)
         for work in (self._listen, self._speak):
@@ -186,7 +186,7 @@ class Control:
     # For the member's own thread.
 
     def post(self, report: wire.Report) -> None:
-        """Sends a report to the supervisor, again until it is acknowledged."""
+        """Sends a report to the supervisor, and repeats it until it is acknowledged."""
         with self._changed:
             self._number += 1
             numbered = msgspec.structs.replace(report, number=self._number)
@@ -194,10 +194,10 @@ class Control:
             self._changed.notify_all()
 
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
-        """Asks whether a checkpoint may get its name: not if this member was given up.
+        """Returns whether this member may give a finished checkpoint its final name.
 
-        It may also get it if the supervisor is gone and the folder's lock is free: then
-        nobody has given this member up, and no other run uses the folder.
+        The supervisor forbids that if it has given this member up. If the supervisor is
+        gone, the member may do so if nobody has locked the folder.
 
         Args:
             step: Step of the checkpoint.
@@ -207,7 +207,7 @@ class Control:
         end = time.monotonic() + seconds
         ask_at = 0.0
         with self._changed:
-            self._kept.discard(step)  # for an earlier question
+            self._kept.discard(step)  # an answer to an earlier question
         while time.monotonic() < end:
             with self._changed:
                 if step in self._kept:
@@ -241,10 +241,10 @@ class Control:
             return None
 
     def check(self) -> None:
-        """Raises if the supervisor is gone or has refused this process.
+        """Raises an error if this process has lost its supervisor.
 
         Raises:
-            WhaleError: The reason.
+            WhaleError: The supervisor is gone, or has refused this process.
         """
         with self._changed:
             if self._error is not None:
@@ -278,7 +278,7 @@ class Control:
     # Threads.
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Runs a thread's work; passes its error on to the member's own thread."""
+        """Runs a thread's work, and stores its error for the member's own thread."""
         try:
             work()
         except Exception as error:
@@ -330,7 +330,7 @@ class Control:
                 raise RunStopped(f"the supervisor refused this member: {said.why}")
             if isinstance(said, wire.MemberWelcome):
                 break
-            self._hear(said)  # for example a missed message
+            self._hear(said)
         self.name, self._run_name = said.name, said.run
         self._beat_seconds = said.beat_seconds
         with self._changed:

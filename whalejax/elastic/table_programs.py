@@ -1,8 +1,8 @@
 """A job with embedding tables over all processes of a generation.
 
-Tables are placed again for the devices of each generation. Its first process plans, and
-the others take its plan: a search for a placement that is limited by time could end
-differently in each.
+Tables are placed again for the devices of each generation. The first process plans, and
+the others take its plan: the placement search has a time limit, so it could end
+differently in each process.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class TableSpreadPrograms(SpreadPrograms):
         Args:
             job: Job to train.
             tables: Update rule of the tables' rows.
-            mesh: Sizes of the dense part's mesh axes, or a rule for any number of
-                devices.
+            mesh: Sizes of the dense part's mesh axes, or a function that gives them for
+                a number of devices, or ``"auto"``.
             batch: Samples of the global batch; default: the job's own number.
             precision: Precision of the dense part, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            replace_every: Number of steps after which tables are placed again by the
-                counts of their lookups; None counts no lookups.
+            replace_every: Steps after which tables are placed again, from counts of
+                their lookups. None counts no lookups.
 
         Raises:
             PlanError: There is no plan for the devices of these processes.
@@ -100,10 +100,10 @@ class TableSpreadPrograms(SpreadPrograms):
         devices = processes * jax.local_device_count()
         if self.size % devices:
             raise PlanError(
-                f"a batch has {self.size} samples, which {devices} devices of "
-                f"{processes} processes do not divide, and each looks up the ids of "
-                "its own samples. Give a batch that every wanted number of devices "
-                "divides"
+                f"a batch has {self.size} samples; expected a multiple of {devices}, "
+                f"the devices of {processes} processes, since each device looks up the "
+                "ids of its own samples. Give a batch that every wanted number of "
+                "devices divides"
             )
         return job_plans.make_table_plan(
             self._job,
@@ -126,7 +126,7 @@ class TableSpreadPrograms(SpreadPrograms):
         return False
 
     def new_placement(self, done: int) -> TablesPlaced | None:
-        """Returns a report of the placement; None if the last report was of the same.
+        """Returns a report of the placement; None if it was already reported.
 
         Args:
             done: Number of finished steps.
@@ -155,7 +155,7 @@ class TableSpreadPrograms(SpreadPrograms):
         )
 
     def copied_states(self) -> CopiedStates:
-        """Returns the form in which this step's states are copied into memory."""
+        """Returns the functions that copy states of this step into memory."""
         return CopiedTableStates(self.step)
 
     def save(
@@ -166,14 +166,14 @@ class TableSpreadPrograms(SpreadPrograms):
         Args:
             path: Path of the new checkpoint.
             state: State to write, which is not donated.
-            before_it_appears: Function called before the checkpoint gets its name;
-                raises in all processes if it must not.
+            before_it_appears: Function called before the checkpoint gets its name. It
+                raises in all processes if the checkpoint must not appear.
         """
         self.step._save(path, state, before_it_appears)
 
 
 def _first_plan(make: Callable[[], Plan]) -> Plan:
-    """Returns the plan that the first process makes, in all of them.
+    """Returns in every process the plan that the first process makes.
 
     Raises:
         PlanError: There is no plan; raised in all processes.
@@ -191,7 +191,6 @@ def _first_plan(make: Callable[[], Plan]) -> Plan:
 
 
 def _placement_text(placement: TablePlacement) -> str:
-    """Describes a placement in one line: its ranks, and those of the first tables."""
     tables, count = placement.tables, placement.ranks.count
     ways = [_way_text(placement, table.name) for table in tables[:_MOST_TABLES]]
     more = len(tables) - len(ways)

@@ -53,22 +53,21 @@ def train_elastic(
     """Trains a job with the present processes, under ``whalejax launch --processes
     MIN:MAX``.
 
-    A run has one of two forms. As full replicas, each process runs some of the
-    micro-batches of every step, and the processes reduce their gradients by messages.
-    When a process fails, the others run its unfinished micro-batches and go on; when
-    one joins, it gets the state from them. The global batch, its micro-batches, their
-    random keys and the order of the sum depend only on the step, so losses equal those
-    of an undisturbed run. Without a launcher, this process trains alone, to the same
-    losses.
+    A run has one of two forms. In the first, each process has a full replica and runs
+    some of the micro-batches of every step. The processes reduce their gradients by
+    messages. When a process fails, the others run its unfinished micro-batches and go
+    on. A process that joins gets the state from the others. The global batch, its
+    micro-batches, their random keys and the order of the sum depend only on the step,
+    so losses equal those of an undisturbed run. Without a launcher, this process trains
+    alone, to the same losses.
 
-    As one model over all processes, they use the platform's collectives, and restart
-    after each failure.
+    In the second form, one model is sharded over all processes. They use the platform's
+    collectives, and restart after each failure.
 
-    Unless ``mesh`` decides, the run takes one model if a replica does not fit in one
-    process, and otherwise replicas on CPUs. On accelerators it takes the cheaper form,
-    with the cost of failures; this is one model if steps are short. The first process
-    that joins a run decides for all; the launcher and ``whalejax status`` report the
-    choice and its reason.
+    If ``mesh`` is None, the first process that joins decides for all. It takes one
+    model if a replica does not fit in one process, and else replicas on CPUs. On
+    accelerators it takes the form that costs less, with the cost of failures. The
+    launcher and ``whalejax status`` report the choice and its reason.
 
     Args:
         job: Job to train; the same in all processes.
@@ -78,42 +77,40 @@ def train_elastic(
         keep: Number of newest checkpoints to keep.
         batch: Samples of the global batch; default: the job's own number.
         num_micro_batches: Number of micro-batches in a step, which members divide;
-            default: the largest number up to 16 that divides the batch. For one model
-            over all processes, the default is 1, or that number if ``mesh`` names
-            stages.
+            default: the largest number up to 16 that divides the batch. One model over
+            all processes takes this default only if ``mesh`` names stages, and else 1.
         precision: Precision of the model, as ``wh.plan`` takes it.
         seed: Seed of the model's and the run's random keys.
-        mesh: None chooses the form as above; ``"replicas"`` means full replicas. For
-            one model over the devices of all processes: ``"auto"`` lets the planner
-            choose; or sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``, where
-            -1 takes all remaining devices; or a function that returns the sizes for a
-            number of devices. These processes restart with another plan when their
-            number changes: from their newest saved state after a failure, and without a
-            lost step if one is asked to end or others join. A number of processes
-            without a plan is not used, and the reason is in the journal.
+        mesh: None chooses the form as above, and ``"replicas"`` means full replicas.
+            All other values mean one model over the devices of all processes.
+            ``"auto"`` lets the planner choose the mesh. Sizes of mesh axes, such as
+            ``{"fsdp": -1, "tensor": 2}``, may have one -1, for all remaining devices.
+            A function returns the sizes for a number of devices. When the number of
+            processes changes, they restart with another plan: after a failure from the
+            newest saved state, and otherwise without a lost step. Numbers of processes
+            without a plan are not used, and the journal has the reason.
         copy_every: For one model over all processes, steps between copies of its shards
-            in the memory of the machine, and of another machine if there is one. The
+            in the memory of this machine, and of another machine if there is one. The
             copies outlive the processes and are tried before a checkpoint. Default: the
             best number by Daly's formula; 0 makes no copies.
-        mtbf: Mean seconds between failures of any process, for that formula and for the
-            choice of the cheaper form.
+        mtbf: Mean seconds between failures of any process, for Daly's formula and for
+            the choice between both forms.
         noise_scale: Whether to measure the gradient-noise scale of replicas, from the
-            gradients of their micro-batches: the metric ``noise_scale``, in samples.
-            Below it, a larger batch needs fewer steps in proportion. Each process
-            measures its own micro-batches. Needs 2 micro-batches or more.
-        tables: Update rule of embedding tables, from ``wh.sparse_optimizer``: the job
-            is one model over all processes, which have parts of its tables. They are
-            placed again whenever the number of processes changes. A batch must be
-            divisible by the number of devices; a number of processes that does not
-            divide it is not used.
+            gradients of their micro-batches. The metric ``noise_scale`` has it, in
+            samples. Far below it, twice the batch halves the number of steps. Each
+            process measures its own micro-batches. Needs 2 micro-batches or more.
+        tables: Update rule of embedding tables, from ``wh.sparse_optimizer``. The job
+            is then one model over all processes, and each has a part of the tables. The
+            tables are placed again whenever the number of processes changes. Only
+            numbers of processes are used whose devices divide the batch.
         replace_every: With ``tables``, number of steps after which they are placed
             again if the lookups of these steps show a gain; see ``wh.compile_tables``.
 
     Yields:
         The state after each step since this process joined, and its metrics: ``loss``,
         the values that the loss reports, ``generation`` and ``goodput``. The next step
-        donates the state. With ``tables`` it is a ``TablesState``, of which each
-        process has its devices' part.
+        donates the state. With ``tables`` the state is a ``TablesState``, and each
+        process has the part of its devices.
 
     Raises:
         WhaleError: An argument is invalid, no supervisor answers, this process differs
@@ -158,7 +155,7 @@ def train_elastic(
 
 
 class TrainingSteps(Iterator[tuple[TrainState, dict[str, Any]]]):
-    """Steps of a run, which trains while they are iterated over."""
+    """Iterator over the steps of a run, which trains while it is iterated over."""
 
     def __init__(self, steps: Iterator[tuple[TrainState, dict[str, Any]]]) -> None:
         self._steps = steps
@@ -169,7 +166,7 @@ class TrainingSteps(Iterator[tuple[TrainState, dict[str, Any]]]):
         return next(self._steps)
 
     def close(self) -> None:
-        """Ends this process's part in the run, as leaving the loop does."""
+        """Ends this process's part in the run, as when the loop is left."""
         self._is_begun = True
         self._steps.close()  # type: ignore[attr-defined]
 
@@ -243,19 +240,21 @@ def _check_tables(
     if tables is None:
         if replace_every is not None:
             problems.add(
-                f"replace_every is {short_repr(replace_every)} without tables, which "
-                "it places again. Give both, or leave it out"
+                f"replace_every is {short_repr(replace_every)} without tables; it is "
+                "the interval at which tables are placed again. Give both, or leave it "
+                "out"
             )
         return
     if isinstance(mesh, str) and mesh == REPLICAS:
         problems.add(
-            "mesh is 'replicas' with tables, of which each process has a part. Leave "
-            "mesh out, or leave tables out to keep a full model in each process"
+            "mesh is 'replicas' with tables, but each process has only a part of the "
+            "tables. Leave mesh out, or leave tables out to keep a full model in each "
+            "process"
         )
     if num_micro_batches not in (None, 1):
         problems.add(
-            f"num_micro_batches is {short_repr(num_micro_batches)} with tables, whose "
-            "dense part is one program with one micro-batch. Leave it out"
+            f"num_micro_batches is {short_repr(num_micro_batches)}; expected 1, since "
+            "a step with tables has one micro-batch. Leave it out"
         )
     if noise_scale is True:
         problems.add(
@@ -365,7 +364,7 @@ def _agreed(
             )
         except NothingFits:
             return None
-        if processes.platform == "cpu":  # Accelerators are measured, and planned again.
+        if processes.platform == "cpu":  # Accelerators are measured and planned later.
             made.append(replica)
         return replica.plan
 
@@ -430,4 +429,4 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
                     saver.save(state, done + 1)
                 yield state, {**metrics, "generation": 0, "goodput": 1.0}
         finally:
-            saver.wait()  # also if the loop was left
+            saver.wait()

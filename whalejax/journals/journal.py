@@ -1,8 +1,9 @@
 """Journal of a run: one JSON line per event, from which a supervisor resumes.
 
-A supervisor writes each event to the disk before it carries out what follows from it. A
-kill can cut short only the last line, from which nothing has followed yet. If the disk
-is full, events wait in memory and the run continues, but no process is started.
+A supervisor writes each event to the disk before it carries out the effects of the
+event. So a kill can cut short only the last line, whose effects were not carried out.
+If the disk is full, events wait in memory and the run continues, but no process is
+started.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 FOLDER: Final = "elastic"
-"""Folder of a run's journal, key and logs, inside that of the run."""
+"""Folder of a run's journal, key and logs, inside the run's folder."""
 
 EVENTS: Final = "events.jsonl"
 COMMITS: Final = "commits.jsonl"
@@ -65,23 +66,22 @@ _FIELDS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     **dict.fromkeys(("finished", "left"), {"name": _is_text, "step": _is_int}),
     "failed": {"name": _is_text, "why": _is_text},
 }
-"""Required fields of an elastic run's events, with their checks."""
+"""Required fields of an elastic run's events, with functions that check them."""
 
 
 class JournalLines:
     """A file of JSON lines, to which lines are appended.
 
     Attributes:
-        problem: Reason why the newest event could not be written yet; empty if it
-            was.
+        problem: Reason why the newest event is not written; empty if it is.
     """
 
     def __init__(self, path: Path, *, durable: bool) -> None:
-        """Opens the file and terminates a line that was cut short.
+        """Opens the file, and ends a line that was cut short.
 
         Args:
             path: Path of the file.
-            durable: Whether each line is on the disk when ``write`` returns.
+            durable: Whether to flush each line to the disk before ``write`` returns.
 
         Raises:
             WhaleError: The file cannot be opened.
@@ -104,17 +104,17 @@ class JournalLines:
         self.flush()
 
     def add(self, event: str, fields: Mapping[str, object]) -> None:
-        """Keeps an event for ``flush``."""
+        """Adds an event that ``flush`` writes."""
         said = {"time": round(time.time(), 3), "event": event, **fields}
         self._waiting += (json.dumps(said) + "\n").encode()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Writes an event; if the disk is full, keeps it until there is space."""
+        """Writes an event, or keeps it in memory until the disk has space."""
         self.add(event, fields)
         self.flush()
 
     def flush(self) -> bool:
-        """Writes kept events; returns whether all are written."""
+        """Writes the events in memory; returns whether all are written."""
         try:
             self._put_back()
             if not self._waiting and self._synced:
@@ -132,9 +132,9 @@ class JournalLines:
         return True
 
     def _put_back(self) -> None:
-        """Restores the file if it was removed, from its open descriptor.
+        """Restores a removed file from its open descriptor.
 
-        Otherwise a restarted supervisor would find no run.
+        Without the file, a restarted supervisor would find no run.
         """
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._opened), self._path.stat()):
@@ -165,7 +165,7 @@ class JournalLines:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns events in a file, without cut lines; none if there is no file."""
+    """Returns the events in complete lines of a file; none if there is no file."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -182,17 +182,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Returns the events of elastic runs in a file, without incomplete ones."""
+    """Returns the complete events of elastic runs in a file."""
     return [said for said in read(path) if is_whole(said)]
 
 
 def read_commits(path: Path) -> list[dict[str, Any]]:
-    """Returns the committed steps in a file, as ``read_events`` gives events."""
+    """Returns the complete records of committed steps in a file."""
     return [said for said in read_events(path) if said["event"] == COMMITTED]
 
 
 def is_whole(said: Mapping[str, Any]) -> bool:
-    """Whether an event has all fields that its readers need."""
+    """Returns whether an event has all fields that its readers need."""
     if not _is_text(said.get("event")):
         return False
     fields = {"time": _is_number, **_FIELDS.get(said["event"], {})}
@@ -200,7 +200,7 @@ def is_whole(said: Mapping[str, Any]) -> bool:
 
 
 def is_over(events: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the run of these events has ended."""
+    """Returns whether the run of these events has ended."""
     over = False
     for said in events:
         over = said["event"] == "ending" or (over and said["event"] != "opened")

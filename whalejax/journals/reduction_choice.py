@@ -1,4 +1,4 @@
-"""The two backends with which processes sum gradients."""
+"""The two backends by which processes sum gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final, Literal
 Way = Literal["messages", "collectives"]
 
 MESSAGES: Final[Way] = "messages"
-"""Backend between complete replicas, over their own connections."""
+"""Backend of full replicas, which send gradients over connections of WhaleJAX."""
 
 COLLECTIVES: Final[Way] = "collectives"
-"""Backend of the platform, in one program over all processes."""
+"""Backend of the platform: one program over all processes with collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class GradientReduction:
 
     Attributes:
         by: ``"messages"`` or ``"collectives"``.
-        why: Reason, for a user.
+        why: Reason for the choice, as text for the user.
     """
 
     by: Way

@@ -1,4 +1,4 @@
-"""``whalejax status``: the elastic runs of a folder, as read from their journal."""
+"""``whalejax status``: the elastic runs of a folder, read from their journal."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ STATE_OF: Final = {
     "left": "left its loop",
     "failed": "failed",
 }
-"""State of a member after an event. The states after ``"begun"`` and after the member's
-end depend on more than the event."""
+"""State of a member after an event. After ``"begun"`` and after the member's end, the
+state depends on more than the event."""
 
 _OF_STATES: Final = ("begun", "recovered", "finished", "saved")
-"""Events whose field ``step`` is that of a state that a member has; -1 if none has
-one."""
+"""Events whose field ``step`` is the step of a member's state, or -1 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A generation: its begin, the step of its first state, and its members."""
+    """A generation: its start, the step of its first state, and its members."""
 
     number: int
     seconds: float
@@ -73,14 +72,13 @@ class MemberStatus:
 
     Attributes:
         state: ``"starting"``, ``"compiling"``, ``"standing by"``, ``"training"``,
-            ``"leaving"``, ``"left its loop"`` or ``"finished"``; of one that has ended
+            ``"leaving"``, ``"left its loop"`` or ``"finished"``. After its end,
             ``"complete"``, ``"drained"`` (it was asked to leave), ``"interrupted"``
             (the run was asked to end), ``"ended"`` (the run was given up), ``"failed"``
             (with its own error) or ``"lost"`` (it was given up).
-        rank: Rank in the newest generation that it was in, or None.
+        rank: Rank in its newest generation, or None.
         pid: Id of its process, or None if the supervisor did not start it.
-        host: Address at which the others reach it, or None if it has not reported
-            one.
+        host: Address at which other members reach it, or None if unknown.
     """
 
     state: str
@@ -91,28 +89,28 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run in a folder: from a launch to its end, however often restarted.
+    """One run in a folder, from a launch to its end, with all restarts.
 
     Attributes:
-        state: ``"running"``, ``"without supervisor"`` (it was killed, and continues
-            when it is restarted), ``"complete"``, ``"drained"`` or ``"interrupted"``
-            (the run was asked to end), ``"failed"``, ``"refused"`` (its input cannot be
-            run) or ``"lost"``.
-        why: Reason of an incomplete end.
-        step, steps: Number of finished steps, and of all steps.
-        steps_done: Number of steps in this run, without those of the checkpoint from
-            which it began.
-        loss_first, loss: Loss of the run's first and newest step.
+        state: ``"running"``, ``"without supervisor"`` (the supervisor was killed, and
+            the run continues when it is restarted), ``"complete"``, ``"drained"`` or
+            ``"interrupted"`` (the run was asked to end), ``"failed"``, ``"refused"``
+            (its input cannot be run) or ``"lost"``.
+        why: Reason for an end before all steps were done.
+        step, steps: Number of finished steps, and total number of steps.
+        steps_done: Number of steps of this run alone, without those before its first
+            checkpoint.
+        loss_first, loss: Loss of the run's first step and of its newest step.
         step_seconds: Median time of a step; None if there are too few.
         generations: Generations in order.
         members: All processes, by name.
         lost: Members that were given up or failed.
-        adding_up: Reduction of gradients; None before it is decided, and for ordinary
-            scripts.
+        adding_up: Reduction of gradients; None before it is decided, and in runs of
+            ordinary scripts.
         tables_placed: Newest placement of embedding tables; None if the job has none.
         checkpoint: Path of the newest checkpoint.
-        goodput: Committed steps times the median of a step, over the time since the
-            first; None if there are too few.
+        goodput: Committed steps times the median step time, divided by the time since
+            the first step; None if there are too few steps.
         seconds: Seconds since the run began.
         ended: Exit status of a run that is over, or None.
     """
@@ -246,7 +244,7 @@ def _generations(events: Events) -> tuple[Generation, ...]:
             )
             found.append(generation)
         elif said["event"] == "recovered" and found and found[-1].step < 0:
-            # None of its members had a state when it began.
+            # No member had a state when the generation began.
             found[-1] = dataclasses.replace(found[-1], step=said["step"])
     return tuple(found)
 
@@ -264,7 +262,7 @@ def _newest_placement(events: Events) -> str | None:
 
 
 def _newest_step(events: Events, commits: Events) -> int:
-    """Returns the newest finished step, also of an earlier run that it continues."""
+    """Returns the newest finished step, even if an earlier run made it."""
     told = [said["step"] for said in events if said["event"] in _OF_STATES]
     return max([0, *map(int, told), *(int(said["step"]) for said in commits)])
 
@@ -310,7 +308,7 @@ def _members(events: Events) -> dict[str, MemberStatus]:
                 STATE_OF["started"],
             )
             if said["event"] == "registered" and not begins:
-                continue  # It rejoined a restarted supervisor.
+                continue  # The member rejoined a restarted supervisor.
             known = {key: said[key] for key in ("pid", "host") if key in said}
             _change(members, name, state=state, **known)
     if ending is not None:
@@ -347,7 +345,7 @@ def _member_state_at_end(ending: Mapping[str, Any]) -> str:
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
-    """Returns the number of steps times their median time, over the total time.
+    """Returns the number of steps times their median time, divided by the total time.
 
     Args:
         commits: Commits of a run, in order.
@@ -376,7 +374,7 @@ def loss_text(fields: Mapping[str, Any]) -> str:
 
 
 def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
-    """Returns runs as JSON: the newest one's values, and all of them under ``runs``."""
+    """Returns JSON data with the values of the newest run, and all runs as ``runs``."""
     told = [dataclasses.asdict(run) for run in runs]
     return {**told[-1], "runs": told}
 

@@ -1,1 +1,1 @@
-"""Rules for the members of a run, their failures and what follows; uses no sockets."""
+"""Rules for the members of a run and for their failures; uses no sockets."""

@@ -1,9 +1,9 @@
 """Assigns micro-batches to members, and fixes the order in which gradients are summed.
 
-Sums of floating-point numbers depend on their order. Here a binary tree over the
-indices of the micro-batches fixes the order, whichever member ran them. A member sums
-complete subtrees; the sums of several members are then added at the upper nodes. So a
-step's sum is the same to the last bit with any members and any shares.
+Sums of floating-point numbers depend on their order. A binary tree over the indices of
+the micro-batches fixes the order. A member sums complete subtrees, and the sums of
+several members are added at the upper nodes. So a step's sum is bitwise equal for any
+division of the micro-batches among members.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalejax.meshes.errors import WhaleError
 
 T = TypeVar("T")
 Node = tuple[int, int]
-"""A subtree: its first micro-batch, and the one after its last."""
+"""A subtree: the indices of its first micro-batch and of the one after its last."""
 
 
 def halves(node: Node) -> tuple[Node, Node]:
@@ -51,7 +51,7 @@ def is_node(node: Node, count: int) -> bool:
 
 
 def cover(numbers: Collection[int], count: int) -> list[Node]:
-    """Returns the fewest subtrees that hold exactly these micro-batches, in order.
+    """Returns the fewest subtrees that together hold exactly these micro-batches.
 
     >>> cover({3, 4, 5}, 8), cover(range(6), 6)
     ([(3, 4), (4, 6)], [(0, 6)])
@@ -71,10 +71,10 @@ def cover(numbers: Collection[int], count: int) -> list[Node]:
 
 
 def check_tiles(nodes: Collection[Node], count: int) -> None:
-    """Refuses parts of a sum that lack a micro-batch or hold one twice.
+    """Refuses parts of a sum that do not hold each micro-batch exactly once.
 
     Raises:
-        WhaleError: Micro-batches are missing or doubled, or parts are not subtrees.
+        WhaleError: Micro-batches are missing or duplicate, or parts are not subtrees.
     """
     strange = [node for node in nodes if not is_node(node, count)]
     seen = sorted(n for node in nodes if node not in strange for n in range(*node))
@@ -128,8 +128,8 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     """Returns the micro-batches per member that minimise the time of the slowest.
 
     Args:
-        seconds: Seconds per micro-batch of each member. Unknown ones (0) count as the
-            mean; if all are within a quarter of each other, they count as equal.
+        seconds: Seconds per micro-batch of each member. A 0 is unknown and counts as
+            the mean. Values within a quarter of each other count as equal.
         count: Micro-batches of a step.
 
     >>> shares([1.0, 1.1, 0.0], 8), shares([1.0, 3.0], 8)
@@ -144,7 +144,7 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     done_at = [(each, place) for place, each in enumerate(pace)]
     heapq.heapify(done_at)
     for _ in range(count):
-        # The exact optimum: each goes to the member that finishes it first.
+        # Giving each micro-batch to the member that finishes it first is optimal.
         place = done_at[0][1]
         result[place] += 1
         heapq.heapreplace(done_at, ((result[place] + 1) * pace[place], place))
@@ -154,7 +154,7 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
 def assign_micro_batches(
     names: Sequence[str], seconds: Mapping[str, float], count: int
 ) -> dict[str, list[Node]]:
-    """Returns the micro-batches of each member in a new step.
+    """Returns the subtrees of micro-batches of each member in a new step.
 
     Args:
         names: Names of the members, in the order of ranks.
@@ -178,9 +178,9 @@ def repaired(
     held: Mapping[str, Sequence[Node]],
     count: int,
 ) -> dict[str, list[Node]]:
-    """Returns the micro-batches of each member in a step that was interrupted.
+    """Returns the subtrees of micro-batches of each member in an interrupted step.
 
-    Members keep the micro-batches that they have done; the rest is assigned anew.
+    Members keep the subtrees that they have summed; the rest is assigned anew.
 
     Args:
         names, seconds, count: Arguments of ``assign_micro_batches``.
@@ -206,7 +206,7 @@ def repaired(
 
 
 def ranks(before: Sequence[str], present: Sequence[str]) -> list[str]:
-    """Returns members in the order of ranks; earlier members keep theirs if possible.
+    """Returns members by rank; earlier members keep their ranks if possible.
 
     Args:
         before: Names of the earlier members, in the order of their ranks.

@@ -10,8 +10,8 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 _BOUNDARY_SECONDS: Final = 0.5
-"""Least time from the choice of a boundary (the step after which all members stop)
-until they reach it, so that all learn of it before."""
+"""Least time between the choice of a boundary, the step after which all members stop,
+and that step: members need it to learn of the boundary."""
 
 _MOST_AHEAD: Final = 1000
 _STEPS_REMEMBERED: Final = 50
@@ -39,7 +39,7 @@ class CommitTimes:
 
     def committed(self, step: int, now: float) -> None:
         """Records the commit of a step that is newer than all before."""
-        # The first step of a generation connects, and may compile.
+        # The first step of a generation is not typical: it may compile.
         if self._counts:
             self._took.append((now - self.at) / (step - self.step))
         self.step, self.at, self._counts = step, now, True
@@ -67,11 +67,11 @@ class CommitTimes:
         if not self._took:
             return settings.compile_seconds
         limit = max(settings.step_seconds, settings.step_factor * self.median)
-        # The first step of a generation connects, and may fetch or read a state.
+        # The first step of a generation may also fetch or read a state.
         return limit if self._counts else max(_FIRST_STEP_SECONDS, 3 * limit)
 
     def boundary(self, newest: int) -> int:
-        """Returns a step that no member reaches before all have learnt of it.
+        """Returns a step far enough ahead that all members learn of it in time.
 
         Args:
             newest: Newest step that a member is known to have reached.

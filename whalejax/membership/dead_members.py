@@ -1,7 +1,7 @@
 """Finds failed members of an elastic run: silent, late, or blocking a step.
 
-``member_failures.lose`` handles the consequences, ``member_failures.exited`` the end of
-a process; ``lease`` measures silence.
+``lease`` measures silence. ``member_failures.lose`` handles a lost member, and
+``member_failures.exited`` the end of a process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from whalejax.membership.restart_policy import Failure
 
 
 _SUSPECT_SECONDS: Final = 1.0
-"""Seconds between the report of a broken link and the reaction to it: the cause may be
-a member whose end is seen later than that of its connections."""
+"""Seconds from the report of a broken link to the reaction. Meanwhile the end of a
+member may be reported as its cause."""
 
 
 def give_up_overdue(run: ElasticRun, now: float) -> None:
@@ -32,13 +32,13 @@ def give_up_overdue(run: ElasticRun, now: float) -> None:
     stood = run.lease.turn(now)
     if stood:
         _forgive(run, now, stood)
-    if run.phase != "ending":  # Otherwise the loop ends late processes.
+    if run.phase != "ending":  # While a run ends, the loop ends late processes.
         silent = run.lease.overdue(now)
         for member in [*run.members.values()]:
             why = _overdue(run, now, member, silent.get(member.name))
             if why and run.over is None:
                 member_failures.lose(run, now, member, why)
-    if not run.restarts:  # Otherwise the processes watch over their steps themselves.
+    if not run.restarts:  # Processes with collectives monitor their steps themselves.
         check_step(run, now)
 
 
@@ -77,7 +77,7 @@ def _overdue(
 
 
 def check_step(run: ElasticRun, now: float) -> None:
-    """Gives up members that block a step; reconnects all if none can be named."""
+    """Gives up members that block a step; reconnects all if the cause is unknown."""
     at = run.suspected_at
     if at is not None and run.phase == "running" and now - at > _SUSPECT_SECONDS:
         _connect_anew(run, now)
@@ -105,13 +105,13 @@ def check_step(run: ElasticRun, now: float) -> None:
 def _connect_anew(run: ElasticRun, now: float) -> None:
     """Handles broken links between members that all reach the supervisor.
 
-    The first time, members connect again. If a link breaks again, the member with most
-    such links is given up; if two have equally many, the one with the older state.
+    At first, members connect again. If links then break again, the member with most of
+    these links is given up. Among several, it is the member with the oldest state.
     """
     there = {m.name: m for m in run.taking_part()}
     links = {link for link in run.broken_links if link <= there.keys()}
     if any(not there[name].connected for link in links for name in link):
-        run.suspected_at = now  # It reconnects, or its lease will end.
+        run.suspected_at = now  # A member reconnects, or its lease ends.
         return
     run.suspected_at = None
     again = links & run.reconnected_links

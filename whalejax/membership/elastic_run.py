@@ -1,6 +1,6 @@
 """State of an elastic run and of its members, as its supervisor knows them.
 
-It holds data and queries; the modules that ``react`` calls change the data.
+It has data and queries. The modules that ``react`` calls change the data.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from whalejax.wire import run_messages as wire
 MODE = "mode"
 IN_GENERATIONS = "collectives in generations"
 """Value of the fact ``MODE`` for members that communicate by the platform's
-collectives. The loss of one ends the generation, and all restart from a checkpoint."""
+collectives. After the loss of one member, all restart from a checkpoint."""
 
 AT_STEPS = "collectives in generations, stopping at steps"
-"""Value for such members that can also, on request, save their state and stop after the
-same step."""
+"""Value of ``MODE`` for members with collectives that can also stop on request: all
+save their state after the same step."""
 
 LONGEST_TURN_SECONDS: Final = 1.0
-"""Longest time between two iterations of the supervisor; after more, it may have been
-stopped."""
+"""Longest time between two iterations of a supervisor that was not paused."""
 
 
 Parts = Mapping[str, Sequence[Node]]
@@ -42,7 +41,7 @@ Status = Literal[
 
 
 class RunOutcome(NamedTuple):
-    """The end of a run; ``saver`` writes a last checkpoint, empty if none does."""
+    """End of a run; ``saver`` is the member that writes a last checkpoint, or empty."""
 
     how: Ending
     text: str
@@ -63,7 +62,7 @@ class MemberRecord:
         machine: Machine of the process, as ``processes.machine`` names it.
         token: Random token that identifies the process before it has its name.
         status: ``"starting"`` until its first message, ``"registered"`` while it
-            compiles, ``"ready"`` if it could take part, ``"active"`` if it does,
+            compiles, ``"ready"`` if it could take part, ``"active"`` if it takes part,
             ``"finished"`` after the last step, ``"left"`` if the user's loop ended
             early, ``"failed"`` if it reported its error and has not ended yet,
             ``"gone"`` if it has ended or was given up.
@@ -73,13 +72,13 @@ class MemberRecord:
         connected: Whether it is connected to the supervisor.
         released_at: Time at which its part in the run ended; None before.
         ends_by_kill: Whether it is ended by SIGKILL, because it has nothing to save.
-        reported: Number of its newest report that was received.
+        reported: Number of the newest report received from it.
         host, port: Address at which other members reach it.
         step: Step of the state that it holds; -1 without a state.
         seconds: Seconds per micro-batch.
-        phase, done, moved_at: Current phase, a progress count within it, and the time
-            of the last change of either.
-        beyond: Number of successive heartbeats from a step after the one at which
+        phase, done, moved_at: Current phase, a progress count within the phase, and the
+            time at which either last changed.
+        beyond: Number of successive heartbeats from a later step than the one at which
             others left their loops.
         prepared: Generation for which it has stopped.
         held: Subtrees of micro-batches (see ``assignment``) that it has summed in the
@@ -126,8 +125,7 @@ class MemberRecord:
 
 @dataclass(slots=True, kw_only=True)
 class ElasticRun:
-    """State of a run. The journal restores the fields down to ``over``, and
-    ``assigned``.
+    """State of a run. The journal restores ``assigned``, and all fields up to ``over``.
 
     Attributes:
         settings: Settings of the supervisor.
@@ -137,9 +135,9 @@ class ElasticRun:
             ``"draining"`` if the run was asked to end, ``"ending"``.
         active: Members of the newest generation that began, by rank.
         target, after: Members that were asked to form the newest generation, and the
-            step after which they stop for it; -1 for at once.
+            step after which they stop for it; -1 to stop immediately.
         step: Step at which the newest generation began.
-        size: Number of members that the run should have, as last resized.
+        size: Requested number of members.
         devices: Names of the devices of each slot; None if they were never reported.
         facts: Facts that all members share.
         checkpoint: Path of the newest checkpoint; empty without one.
@@ -152,24 +150,25 @@ class ElasticRun:
         failures: Failures of members, and the times at which slots are filled again.
         lease: Leases of the members that have sent a message.
         losses: Generation and loss of committed steps.
-        assigned: Number of a generation, with micro-batches of each member in its
-            first step and in those after it.
+        assigned: Number of a generation, with the micro-batches of each member in the
+            generation's first step and in later steps.
         asked_at: Time at which members were asked to form the newest generation.
         short_since: Time since which there are too few members; None if there are
             enough.
-        expected: Number of members to wait for, so that the run does not shrink.
+        expected: Number of members to wait for after a restart of all, so that the run
+            does not shrink.
         unfit: Numbers of members for which no plan was found, and the reasons.
-        starting, unplaced: Slots whose processes are being started, and those that no
-            agent has room for.
-        saver_reported: Whether the writer of the last checkpoint has reported.
+        starting, unplaced: Slots whose processes are being started, and slots for which
+            no agent has room.
+        saver_reported: Whether the writer of the last checkpoint has reported its end.
         awaited: Agents that were started for this run and have not joined yet.
         agents: Agents, with the number of processes that each has room for.
         placed: Whether processes are placed on agents.
         suspected_at: Time at which a link between members was first reported broken.
         broken_links, reconnected_links: Links that broke, and links that were
             connected again.
-        is_settled: Whether nothing that may change who takes part has happened since
-            ``generations.settle``.
+        is_settled: Whether ``generations.settle`` has run since the last event that may
+            change which members take part.
         outbox: Effects that the next ``react`` returns.
     """
 
@@ -234,9 +233,7 @@ class ElasticRun:
 
     @property
     def stops(self) -> bool:
-        """Whether members use collectives and can stop at a step with their
-        state saved.
-        """
+        """Whether members use collectives and can save and stop at a step."""
         return self.facts.get(MODE) == AT_STEPS
 
     @property
@@ -267,7 +264,7 @@ class ElasticRun:
         return range(self.size + self.settings.spares)
 
     def refill(self, now: float, slot: int | None) -> None:
-        """Schedules the refill of a slot at a time, if the run still has the slot."""
+        """Schedules a process for a slot at time ``now``, if the run has the slot."""
         if slot is not None and slot in self.slots:
             self.failures.due.setdefault(slot, now)
 
@@ -284,9 +281,7 @@ class ElasticRun:
         return any(m.status == "finished" for m in self.members.values())
 
     def candidates(self) -> list[str]:
-        """Returns the members that could take part now: active ones, then ready
-        ones.
-        """
+        """Returns the members that could take part: active ones, then ready ones."""
         # Members that have done all steps count even if they asked to leave.
         there = [
             m for m in self.present_members() if not m.leaving or m.status == "finished"
@@ -298,9 +293,9 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns as many of the first candidates as a plan may exist for.
+        """Returns the first candidates, as many as a plan may exist for.
 
-        They may be fewer than the least number; then the run waits for others.
+        If they are fewer than the minimum, the run waits for others.
         """
         candidates = self.candidates()
         count = len(candidates)
@@ -317,7 +312,7 @@ class ElasticRun:
         return self._first_left
 
     def forget_left(self) -> None:
-        """Forgets ``first_left``, which an event may have changed."""
+        """Clears the cached ``first_left``, which an event may have changed."""
         self._knows_left = False
 
     def hosts(self) -> int:
@@ -333,9 +328,7 @@ class ElasticRun:
     def limit(
         self, member: MemberRecord, step_seconds: float | None = None
     ) -> float | None:
-        """Returns the deadline in seconds of a member's phase; None if it waits for
-        others.
-        """
+        """Returns the seconds that a member's phase may take; None without a limit."""
         name = DEADLINES.get(member.phase, STEP)
         if name == STEP:
             return self.pace.limit() if step_seconds is None else step_seconds
@@ -354,9 +347,7 @@ class ElasticRun:
         return ". No checkpoint was written"
 
     def agents_text(self) -> str:
-        """Returns text that lists the present and missing agents; empty in a run
-        without agents.
-        """
+        """Returns text that lists present and missing agents; empty without agents."""
         if not self.placed:
             return ""
         there = [

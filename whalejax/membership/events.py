@@ -1,8 +1,7 @@
 """Events of a run of processes, and effects that its loop carries out.
 
-An elastic run uses all of them. If all processes of a run are children of one loop, as
-in ``whalejax launch --processes N``, it uses only those that concern neither members
-nor agents.
+An elastic run uses all of them. Other runs, such as ``whalejax launch --processes N``,
+use only those that concern neither members nor agents.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Resume(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A turn of the loop ends: its other events were handled, and time has passed.
+    """A turn of the loop ends, after its other events; time has passed.
 
     Attributes:
         beating: Names of the processes that have sent a heartbeat.
@@ -70,17 +69,17 @@ class MemberMessageEvent(NamedTuple):
 
 
 class Disconnected(NamedTuple):
-    """A connection ended; its member may come back while its lease lasts."""
+    """A member's connection ended; the member may reconnect until its lease ends."""
 
     name: str
 
 
 class Started(NamedTuple):
-    """A process was started. It waits until its start is in the journal.
+    """A process was started, and waits until its start is in the journal.
 
-    A later supervisor recognises it by ``pid`` and its start time ``began``. ``agent``
-    is empty if no agent runs it; ``machine`` is the id that ``processes.machine``
-    returns.
+    A later supervisor recognises the process by ``pid`` and its start time ``began``.
+    ``agent`` is empty if no agent runs it. ``machine`` comes from
+    ``processes.machine``.
     """
 
     name: str
@@ -92,21 +91,21 @@ class Started(NamedTuple):
 
 
 class NotStarted(NamedTuple):
-    """A process could not be started, for a reason of the system; retried later."""
+    """The system could not start a process; the start is retried later."""
 
     slot: int
     why: str
 
 
 class Deferred(NamedTuple):
-    """A start is deferred until a time; if None, until an agent has room."""
+    """A start is deferred until a time; None waits for room on an agent."""
 
     slot: int
     until: float | None = None
 
 
 class ProcessExitEvent(NamedTuple):
-    """A process ended with a status, if it is known; ``log`` is the end of its log."""
+    """A process ended; ``status`` is None if unknown, ``log`` is the end of its log."""
 
     name: str
     status: int | None
@@ -141,16 +140,16 @@ class AgentLeft(NamedTuple):
 
 
 class AgentLost(NamedTuple):
-    """An agent failed, and with it all its members; this counts as one failure."""
+    """An agent failed together with its members, which counts as one failure."""
 
     agent: str
     why: str
 
 
 class ReductionProposed(NamedTuple):
-    """A process proposes a gradient reduction, or asks for it if ``by`` is empty.
+    """A process proposes a gradient reduction; if ``by`` is empty, it only asks.
 
-    The first proposal holds.
+    The first proposal becomes the run's decision.
     """
 
     by: str
@@ -170,9 +169,9 @@ class ResizeEvent(NamedTuple):
 
 
 class Terminate(NamedTuple):
-    """The end of the run was requested, by a signal.
+    """A signal requested the end of the run.
 
-    It ends at once, or after a step with a saved state.
+    The run ends immediately if ``at_once``, else after a step, with its state saved.
     """
 
     at_once: bool
@@ -224,7 +223,7 @@ class TerminateEffect(NamedTuple):
 
 
 class SayEffect(NamedTuple):
-    """Tell the user."""
+    """Print a line for the user."""
 
     text: str
 
@@ -260,8 +259,8 @@ class StepCommit(NamedTuple):
 class End(NamedTuple):
     """End the run.
 
-    ``how`` is the kind of its end and ``text`` the message for the user; ``code`` is
-    the exit status, or None if it follows from the kind.
+    ``how`` is the outcome, and ``text`` the message for the user. ``code`` is the exit
+    status, or None if it follows from ``how``.
     """
 
     how: Ending

@@ -13,7 +13,7 @@ class Ending(enum.StrEnum):
 
     Attributes:
         COMPLETE: All steps are done, or all members left their loops at one step.
-        DRAINED: Ended on request after a step, with its state saved or held by others.
+        DRAINED: Ended on request after a step; its state is saved or at other members.
         INTERRUPTED: Ended on request before it had a state that could be saved.
         FAILED: An error of its own ended it.
         REFUSED: Ended because its command or plan cannot be run at all.
@@ -34,8 +34,7 @@ TERMINATED: Final = 128 + signal.SIGTERM
 
 
 def shell_status(status: int) -> int:
-    """Returns an exit status as shells report it: 128 plus the signal's number if a
-    signal ended the process.
+    """Returns an exit status as shells report it: 128 plus the number of a signal.
 
     Args:
         status: Status as ``subprocess`` reports it: minus the signal's number for a

@@ -1,9 +1,9 @@
 """A run of a fixed number of processes: the first failure ends all.
 
-This is the policy of ``whalejax launch --processes N``; that of elastic runs is
-``react``. It touches no process, pipe or clock: events bring exit statuses, and
-``hear`` the processes' reports. Its effects start each process once, and end the run;
-at that time ``failure`` names the process that failed first.
+This is the policy of ``whalejax launch --processes N``. It touches no process, pipe or
+clock: events bring exit statuses, and ``hear`` receives the processes' reports. Its
+effects start each process once, and end the run. Then ``failure`` names the process
+that failed first.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class FixedRun:
     Attributes:
         processes: Number of processes.
         stops: Whether any failure ends all; if not, only a failure of rank 0 does.
-        exit_seconds: Seconds of silence, after others have ended, after which a process
-            counts as stuck.
-        now: Start time; later, time of the newest end of a process.
+        exit_seconds: Seconds without output after which a process counts as stuck, once
+            another one has ended.
+        now: Start time; later, time at which a process last ended.
         reports: Devices that each process reported.
         written_at: Time of the last output of each rank. The caller sets it.
         states: Linux's letter for the state of each process, by name. The caller sets
@@ -63,7 +63,7 @@ class FixedRun:
         over: Ranks that have ended, or were given up.
         failed: Exit statuses of the failed ranks, as ``subprocess`` reports them, in
             the order of their failures.
-        failure: Rank that failed first, and text that says how; None without one.
+        failure: Rank that failed first, and text that says how; None if none failed.
     """
 
     processes: int
@@ -109,7 +109,7 @@ class FixedRun:
             case ev.Terminate(number=number):
                 return [ev.End(Ending.INTERRUPTED, "", 128 + number)]
             case ev.ProcessExitEvent(name=name, status=status):
-                assert status is not None  # Each is a child of the loop.
+                assert status is not None  # All processes are children of the loop.
                 self._on_end(now, int(name.rpartition("-")[2]), status)
             case ev.NotStarted(slot=slot, why=why):
                 self._give_up(now, slot, f"cannot be started: {why}")
@@ -168,13 +168,13 @@ class FixedRun:
 
     def _first_failure(self) -> tuple[int, str]:
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
-            # All ended because of another one, and none could name it.
+            # All reported that another process failed, and none could name it.
             for rank in self.running_ranks():
                 if self.states.get(rank_name(rank)) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))
-        # A process that ends because of another reports it; JAX aborts processes whose
-        # service has gone.
+        # A process that ends because of another one reports that. JAX aborts processes
+        # whose coordination service is gone.
         own = [r for r, status in self.failed.items() if status not in _FOR_ANOTHER]
         killed = [rank for rank in own if self.failed[rank] < 0]
         rank = next(iter((*killed, *self._blamed, *own, first)))

@@ -25,12 +25,12 @@ _LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
 _PREPARE_STEPS: Final = 3
 
 _BEATS_BEYOND: Final = 2
-"""A member goes on if it sends so many heartbeats in a row from inside a step that
-follows the one at which another member left its loop."""
+"""Number of successive heartbeats from a later step after which a member counts as
+going on, although another member has left its loop."""
 
 
 def settle(run: ElasticRun, now: float) -> None:
-    """Forms a generation or ends the run, if it is time for that."""
+    """Forms a generation or ends the run, if one of them is due."""
     if _all_leave(run, now):
         terminate(run, now)
     if not _left_alike(run, now):
@@ -76,9 +76,7 @@ def _gather(run: ElasticRun, now: float) -> None:
 
 
 def _release_stopped(run: ElasticRun, now: float) -> None:
-    """Releases members that asked to leave and have stopped, unless their state is
-    needed.
-    """
+    """Releases stopped members that asked to leave, unless their state is needed."""
     there = run.taking_part()
     newest = max((m.step for m in there if not m.leaving), default=-1)
     for member in there:
@@ -109,7 +107,7 @@ def _watch(run: ElasticRun, now: float) -> None:
     if all(there[name].status == "finished" for name in run.active):
         end(run, now, Ending.COMPLETE, "")
         return
-    # Near the end of the run nobody joins any more.
+    # Near the end of the run, members no longer join.
     boundary = run.boundary()
     if run.steps and boundary >= run.steps:
         return
@@ -126,12 +124,12 @@ def _watch_collectives(run: ElasticRun, now: float) -> None:
     if len(there) < len(run.active) or run.is_finishing:
         return
     if not run.pace.moves:
-        return  # No step was committed yet.
+        return
     ready = [m for m in run.present_members() if m.status == "ready" and not m.leaving]
     members = run.fitting()
     enough = len(members) > len(there)
     if enough and len(members) < run.size:
-        # Wait for members that are starting: one stop serves all.
+        # Wait for all members that are starting, so that the run stops only once.
         coming = run.are_coming or bool(run.failures.due)
         waited = now - min(m.since for m in ready)
         enough = not coming or waited > run.settings.gather_seconds
@@ -142,7 +140,7 @@ def _watch_collectives(run: ElasticRun, now: float) -> None:
 def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
     """Records that no plan was found for a number of members.
 
-    Numbers over MAX are ignored. If no number has a plan, the run ends.
+    Numbers above the maximum are ignored. If no number has a plan, the run ends.
     """
     if size > run.settings.most:
         return
@@ -166,9 +164,9 @@ def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
 def _left_alike(run: ElasticRun, now: float) -> bool:
     """Handles members that left their loops; returns whether ``settle`` is then done.
 
-    If all left, the run is complete once they have ended without an error: an error in
-    the loop's body leaves the loop too. If others go on, those that left count as
-    failed.
+    If all members left at one step, the run is complete once they have ended without an
+    error. An error in the loop's body leaves the loop too, hence the wait. If other
+    members go on, those that left count as failed.
     """
     if run.restarts or run.phase in ("draining", "ending"):
         return False
@@ -191,7 +189,7 @@ def _left_alike(run: ElasticRun, now: float) -> bool:
     gone = len(others) + len(left) + len(run.well) < len(run.active)
     behind = any(m.step < min(steps) for m in others)
     if "left" in asked or (run.phase == "running" and gone and behind):
-        # The others may wait for the part of a member that is gone.
+        # The others may wait for the gradients of a member that is gone.
         change(run, now, -1)
     return run.phase == "running"
 
@@ -211,7 +209,7 @@ def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
 
 
 def change(run: ElasticRun, now: float, after: int) -> None:
-    """Asks the present members for a new generation, after a step or at once (-1)."""
+    """Asks the present members for a new generation after a step; -1: immediately."""
     if run.phase == "ending":
         return
     members = run.fitting()
@@ -255,7 +253,7 @@ def ask_again(run: ElasticRun, name: str) -> None:
 
 def _await_prepared(run: ElasticRun, now: float) -> None:
     if run.stops and (run.is_finishing or run.well):
-        return  # They reached their last step before the request.
+        return  # The members reached the last step before the request.
     absent = ("gone", "left", "failed")
     asked = [n for n in run.target if run.members[n].status not in absent]
     if len(asked) < len(run.target) and run.phase != "draining":
@@ -271,7 +269,7 @@ def _await_prepared(run: ElasticRun, now: float) -> None:
         why = f"it did not stop for generation {run.generation} in {waited:.0f} s"
         lose(run, now, run.members[name], why)
     if not stuck and run.after >= 0 and waited > run.pace.patience(run.after):
-        # Some stopped before others got the request; the latter now wait for them.
+        # Some stopped before others got the request, and the others now wait for them.
         ask(run, now, asked, -1, phase=run.phase)
 
 
@@ -289,8 +287,8 @@ def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
 def _form(run: ElasticRun, now: float) -> None:
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
-        # With collectives, members cannot change while they run: all restart. Wait for
-        # as many as now, or the next generation could be smaller.
+        # With collectives, all members restart. Wait for as many members as now, or the
+        # next generation could be smaller.
         run.expected = len(run.fitting())
         restart_members(run, now)
         return
@@ -301,11 +299,11 @@ def _form(run: ElasticRun, now: float) -> None:
             if member.leaving:
                 release(run, now, member)
         asked = [m for m in asked if not m.leaving]
-    # Otherwise leaving members stay for a step, to hand over the state.
+    # If all members leave, they stay for one more step, to hand over the state.
     if asked:
         _begin(run, now, asked, step)
     else:
-        change(run, now, -1)  # All have left since they were asked.
+        change(run, now, -1)  # All members have left since the request.
 
 
 def _begin(run: ElasticRun, now: float, members: list[MemberRecord], step: int) -> None:
@@ -353,9 +351,9 @@ def _begin(run: ElasticRun, now: float, members: list[MemberRecord], step: int) 
 
 
 def _all_leave(run: ElasticRun, now: float) -> bool:
-    """Returns whether all members with the state leave, and none comes to take it over.
+    """Returns whether all members with the state leave and no other can take it over.
 
-    Slots whose restart is delayed after repeated failures are not waited for.
+    Slots whose restart is delayed after repeated failures do not count.
     """
     there = [m for m in run.taking_part() if m.status == "active"]
     if not there or not all(m.leaving for m in there):
@@ -378,7 +376,7 @@ def terminate(run: ElasticRun, now: float) -> None:
 def begin_draining(run: ElasticRun, now: float) -> None:
     """Asks members to stop for the end; ends the run at once if no step was done."""
     there = [m for m in run.taking_part() if m.status == "active"]
-    # The states of members that have not reconnected yet are unknown.
+    # The steps of members that have not reconnected yet are unknown.
     newest = max([run.pace.step, *(m.step for m in there)])
     alone = run.restarts and not (run.stops and run.phase != "gathering")
     if alone or not there or newest < 0:

@@ -1,7 +1,7 @@
 """Applies the events of a journal to a run.
 
-A supervisor applies each event as it writes it, and one that restarts replays them by
-the same function. So it does not matter after which event a supervisor is killed.
+A supervisor applies each event when it writes it. A restarted supervisor replays the
+events by the same function, so it does not matter after which event one is killed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def replay_events(
 
 
 def apply(run: ElasticRun, now: float, event: str, fields: Mapping[str, Any]) -> None:
-    """Changes the journalled state of a run as an event says.
+    """Applies an event to the journalled state of a run.
 
     Args:
         run: Run to change.
-        now: The time.
-        event: Kind of the event; unknown ones change nothing.
+        now: The time, in seconds.
+        event: Kind of the event; an unknown kind changes nothing.
         fields: Fields of the event.
     """
     name = fields.get("name")
@@ -104,7 +104,7 @@ def _apply_to_member(
         return
     match event:
         case "registered":
-            if member.status == "starting":  # Otherwise it has reconnected.
+            if member.status == "starting":
                 member.becomes("registered", now)
             member.token = fields.get("token", "")
             run.generation = max(run.generation, fields.get("generation", 0))
@@ -126,5 +126,5 @@ def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
 
 
 def _known_members(run: ElasticRun, names: Iterable[str]) -> list[str]:
-    """Returns the named members that are known: the journal may lack a line."""
+    """Returns the named members that are known, as the journal may lack a line."""
     return [name for name in names if name in run.members]

@@ -1,12 +1,12 @@
 """A run of a leader process and of servers, which are restarted if they are killed.
 
 This is the policy of ``whalejax swarm serve --processes`` and ``whalejax launch
---keep``. Without a leader, it is that of the processes that hold embedding tables.
+--keep``. Without a leader, it is the policy of processes that store embedding tables.
 
-A killed process and a failed server are restarted. A process that sends heartbeats and
-then stops sending them is killed, and so restarted too. The run is over when the leader
-ends by itself. Many failures in a row, or the same error twice, end the run, unless
-other servers serve the leader meanwhile.
+A process that is killed and a server that fails are restarted. A process whose
+heartbeats stop is killed, and so restarted. The run is over when the leader ends by
+itself. Many failures in a row, or the same error twice, end the run, unless other
+servers serve the leader meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 FRUITFUL_SECONDS: Final = 60.0
-"""Running time after which earlier failures of a process no longer count."""
+"""Seconds of running after which earlier failures of a process no longer count."""
 
 SHELL_FAILED: Final = 255
 """Exit status of ssh itself, if a host is unreachable."""
@@ -35,8 +35,7 @@ class KeptRun:
     Attributes:
         failures: Counts of failures, which decide on restarts and on the end of the
             run.
-        useful: Names of processes that are restarted without a delay, as they have
-            served.
+        useful: Names of processes that have served, and are restarted without a delay.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class KeptRun:
         """Starts without processes.
 
         Args:
-            names: Names of the processes; first the leader, if there is one.
+            names: Names of the processes; the first is the leader's, if there is one.
             leads: Whether there is a leader; without one, the run has no end.
             what: Name of the run in the reason for giving it up.
         """
@@ -79,7 +78,7 @@ class KeptRun:
                 self._started_at.pop(name, None)
                 yield self._restart(now, name, f"cannot be started ({why})")
             case ev.ProcessExitEvent(name=name, status=status, log=log):
-                assert status is not None  # Each is a child of the loop.
+                assert status is not None  # All processes are children of the loop.
                 since = self._started_at.pop(name)
                 yield from self._on_end(now, name, status, log, since)
             case ev.Tick(silent=silent):
@@ -105,7 +104,7 @@ class KeptRun:
             yield ev.End(Ending.FAILED if code else Ending.COMPLETE, "", code)
             return
         if not status and self._leader is not None:
-            return  # It was asked to leave, or knows that the run is over.
+            return  # The server was asked to leave, or knows that the run is over.
         is_own = 0 < status != SHELL_FAILED
         error = self.failures.error_of(name, log) if is_own else ""
         why = f"ended {exit_text(status)}"
@@ -115,7 +114,7 @@ class KeptRun:
         self.failures.count(failure, log)
         passed = False
         if self._leader not in (None, name):
-            # While others serve for long, one server may fail any number of times.
+            # While other servers keep running, one may fail any number of times.
             servers = (at for n, at in self._started_at.items() if n != self._leader)
             passed = now - min(servers, default=now) > FRUITFUL_SECONDS
         if given_up := self.failures.exceeded(now, passed=passed):

@@ -1,17 +1,13 @@
-"""Heartbeats: each process reports that it is alive, and notices processes that fail.
+"""Heartbeats of processes that ``jax.distributed`` connects: each notices failed ones.
 
-These are the processes that ``jax.distributed`` connects (``whalejax launch --processes
-N``, one model over all processes). ``dead_members`` does the same for the members of an
-elastic run.
+When a process fails, JAX ends the others, but its message does not always name the
+failed process. If the process blocks instead of ending, JAX waits for minutes.
 
-When a process fails, JAX ends the others, but its message does not always name that
-process. If the process blocks instead of ending, JAX waits for minutes.
-
-Here each process writes a heartbeat to JAX's coordination service, and reads that of
-the next rank. A process that ends, fails, or finds the next one silent writes this to a
-place that all read. After a failure, the others end with an error that names the cause.
-So the data that a process reads does not grow with the number of processes until one
-fails; then it reads all heartbeats.
+Here each process writes a heartbeat to JAX's coordination service, and reads the
+heartbeat of the next rank. A process that ends, fails, or finds the next rank silent
+writes this to a folder of the service that all processes read. After a failure, the
+others read all heartbeats and end with an error that names the cause. ``dead_members``
+does the same for the members of an elastic run.
 """
 
 from __future__ import annotations
@@ -48,15 +44,15 @@ SILENT_SECONDS: Final = 30.0
 """Seconds without a heartbeat after which a process counts as dead or frozen."""
 
 BEATS_IN_SILENCE: Final = 15
-"""Number of heartbeats in that time."""
+"""Number of heartbeats that a process sends in that time."""
 
 MISSED: Final = 4
-"""Number of missed heartbeats after which a process counts as dead once a connection
-broke."""
+"""Number of missed heartbeats after which a process counts as dead if a connection has
+broken."""
 
 GRACE_LOOKS: Final = 2
-"""Number of checks, half a heartbeat apart, in which a failure must be seen before the
-others end."""
+"""Number of checks in which a failure must be seen before the other processes end. The
+checks are half a heartbeat apart."""
 
 _SERVICE: Final = -1
 """Key of JAX's coordination service in the lease."""
@@ -71,7 +67,7 @@ _REMEDY: Final = (
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Whether an error of a step says that another process failed.
+    """Returns whether the text of an error says that another process failed.
 
     Args:
         error: Error raised by issuing a step, or by waiting for its results.
@@ -92,8 +88,8 @@ class ProcessHeartbeat:
         steps: Number of steps that it has begun.
         failed: Error with which it ends, or empty.
         ended: Whether it ends without an error.
-        ready: Whether its devices, and so those of all processes, are initialised.
-        silent: Reason for which another process reported it as silent, or empty.
+        ready: Whether the devices of all processes are initialised.
+        silent: Text of another process that reported it as silent, or empty.
     """
 
     count: int
@@ -109,7 +105,7 @@ class ProcessHeartbeat:
 class PeerLiveness:
     """Heartbeats of all processes, and the times at which they were received.
 
-    Uses neither threads nor JAX: it depends only on the received heartbeats.
+    It uses neither threads nor JAX.
     """
 
     def __init__(
@@ -124,8 +120,8 @@ class PeerLiveness:
         Args:
             mine: Rank of this process.
             silent_seconds: Seconds of silence after which a process is missing.
-            processes: Number of processes that start their heartbeats together; None if
-                each starts on its own: one without a heartbeat is then not missing.
+            processes: Number of processes that start their heartbeats together. None if
+                each starts on its own; one without a heartbeat is then not missing.
             watched: Ranks of the processes to watch; default: all.
         """
         self._mine = mine
@@ -152,12 +148,13 @@ class PeerLiveness:
                 self._lease.renew(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
-        """Returns the missing processes by rank, with the text that follows their name.
+        """Returns for each missing process, by rank, text that says why it is missing.
+
+        Time in which this process itself was stopped does not count as silence.
 
         Args:
-            now: Time on the clock of ``hear``. Time since the last check in which this
-                process itself was stopped does not count.
-            seconds: Seconds of silence that are too many; default:
+            now: Time on the clock of ``hear``.
+            seconds: Seconds of silence after which a process is missing; default:
                 ``silent_seconds``.
         """
         self._lease.turn(now)
@@ -166,9 +163,9 @@ class PeerLiveness:
             return {}
         late = self._lease.overdue(now, seconds)
         if self._mine and _SERVICE in late:
-            # The service runs in process 0, and answers as long as that does.
+            # The service runs in process 0, and is silent if that process is.
             return {0: _silent(late[_SERVICE])}
-        # Since its last answer the service itself may be silent.
+        # Judge at the time of the last answer: later the service itself may be silent.
         overdue = self._lease.overdue(answered, seconds)
         look = {}
         for number, beat in sorted(self._beats.items()):
@@ -186,7 +183,7 @@ class PeerLiveness:
         return look | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
-        """Returns the missing processes about which nobody has reported yet."""
+        """Returns the missing processes that no process has reported yet."""
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 
@@ -198,9 +195,7 @@ class PeerLiveness:
         return f"process {number} (pid {known.pid} on {known.host})"
 
     def behind(self) -> list[int]:
-        """Returns the processes that have begun fewer steps than this one, or have
-        ended.
-        """
+        """Returns the processes that have ended or begun fewer steps than this one."""
         mine = self._beats.get(self._mine)
         steps = 0 if mine is None else mine.steps
         return [
@@ -224,9 +219,6 @@ class PeerLiveness:
 
 
 def _last_error() -> BaseException | None:
-    """Returns the error that ends this process; None if it is unknown or there is
-    none.
-    """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if error is None or _exit_status(error) == 0 else error
 
@@ -247,7 +239,8 @@ class Beats:
     """Sends the heartbeats of this process, and checks those of the others.
 
     Attributes:
-        silent_seconds: Seconds of silence of a process after which the others end.
+        silent_seconds: Seconds without a heartbeat of a process after which the others
+            end.
     """
 
     def __init__(
@@ -256,15 +249,15 @@ class Beats:
         """Starts the heartbeats; JAX must have joined all processes before.
 
         Args:
-            silent_seconds: See the attribute.
-            processes: Number of processes that start their heartbeats now, before
+            silent_seconds: Value of the attribute.
+            processes: Number of processes that start their heartbeats together, before
                 their devices are initialised; None if each starts on its own.
         """
         self.silent_seconds = silent_seconds
         self._pause = silent_seconds / BEATS_IN_SILENCE
         self._mine = _compat_processes.joined_processes()[0]
         self._together = processes is not None
-        # If each starts on its own, the next process may not send heartbeats.
+        # If each process starts on its own, the next rank may send no heartbeats.
         self._next = (self._mine + 1) % (processes or 1)
         self._hears_all = processes is None
         watched = () if self._hears_all else (self._next,)
@@ -289,7 +282,7 @@ class Beats:
 
     def fail(self, why: str) -> None:
         """Tells the others that this process ends, and with which error."""
-        self._failed = why  # the next heartbeats must not undo it
+        self._failed = why  # Later heartbeats repeat it.
         self._say_briefly()
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
@@ -299,10 +292,10 @@ class Beats:
         self._steps += 1
 
     def missing(self) -> str:
-        """Returns text about the missing processes after a connection broke; empty if
-        none is found.
+        """Returns text about processes that are missing after a connection broke.
 
-        Waits twice as long as a dead process needs to miss enough heartbeats.
+        It waits until a dead process has missed enough heartbeats. The text is empty if
+        no process is missing.
         """
         self._hear_all()
         end = time.monotonic() + 2 * MISSED * self._pause
@@ -317,9 +310,7 @@ class Beats:
         return ""
 
     def late(self) -> str:
-        """Returns text about the processes for which a step waits; empty if all have
-        begun it.
-        """
+        """Returns text about the processes that a step waits for; empty without any."""
         self._hear_all()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._hear()
@@ -343,10 +334,10 @@ class Beats:
             return "; ".join(words)
 
     def leave(self, status: int, *, at_once: bool = False) -> None:
-        """Ends the process without JAX, which would wait for the others.
+        """Ends the process without JAX's shutdown, which would wait for the others.
 
-        The service ends with process 0. So process 0 waits until the others have read
-        the reason, unless a launcher tells them.
+        JAX's coordination service ends with process 0. So process 0 waits until the
+        others have read the reason, unless a launcher stops them.
 
         Args:
             status: Exit status; below 0, the process ends by that signal, as Python
@@ -360,7 +351,7 @@ class Beats:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if status < 0:
-            os.kill(os.getpid(), -status)  # its handler is the default again
+            os.kill(os.getpid(), -status)
         os._exit(shell_status(status))
 
     def ended_ranks(self) -> set[int]:
@@ -385,7 +376,7 @@ class Beats:
                 # The other thread reports a service that does not answer.
                 self._say()
                 self._hear()
-            # At exit all processes wait for these, so they are sent more often.
+            # At exit all processes wait for heartbeats, so they are more frequent.
             soon = min(2 * soon, self._pause) if self._ended else soon
             self._stirred.wait(soon if self._ended else self._pause)
             self._stirred.clear()
@@ -437,7 +428,7 @@ class Beats:
             )
 
     def _say_briefly(self, **more: Any) -> None:
-        """Sends a last heartbeat to a service that may not answer any more."""
+        """Sends a last heartbeat, without waiting long for a service that is gone."""
 
         def speak() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -466,17 +457,17 @@ class Beats:
         self.leave(ENDS_FOR_ANOTHER)
 
     def _close(self) -> None:
-        """Reports how this process ends; waits for the others unless it failed."""
+        """Reports how this process ends, and waits for the others unless it failed."""
         if not jax.distributed.is_initialized():
             return
-        # Ctrl-C during the exit would make Python skip JAX's shutdown, and the others
-        # would wait for a process that has ended.
+        # Ctrl-C during the exit would make Python skip JAX's shutdown, for which the
+        # other processes wait.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
         error = _last_error()
         exits = isinstance(error, SystemExit)
-        # A process that exits because it caught this error is not the cause either.
+        # A process that caught the error of a failed process is not the cause.
         cause = error.__context__ if error is not None and exits else error
         if cause is not None and tells_of_loss(cause) and not self._blames:
             # The error was raised outside whalejax's own checks.
@@ -507,8 +498,8 @@ class Beats:
     def _end_together(self) -> None:
         """Reports that this process ends, and sends heartbeats until all others end.
 
-        JAX's shutdown waits for all processes, and does not name a missing one. A dead
-        or frozen process ends this process meanwhile.
+        JAX's shutdown waits for all processes without naming a missing one. So this
+        process ends with an error if another one is dead or frozen meanwhile.
         """
         self._ended = True
         self._stirred.set()
@@ -547,9 +538,8 @@ def start_heartbeat(
     """Returns the heartbeats of this process, which the first call starts.
 
     Args:
-        silent_seconds: Argument of ``Beats``, used by the first call.
-        processes: Number of processes that make that call together; None if each does
-            on its own.
+        silent_seconds, processes: Arguments of ``Beats``, which only the first call
+            uses.
     """
     if not _begun:
         _begun.append(Beats(silent_seconds, processes))

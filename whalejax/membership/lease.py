@@ -1,8 +1,7 @@
-"""Leases: the time at which each holder was last seen, and the overdue holders.
+"""Leases: the time of each holder's last sign of life, and the overdue holders.
 
-All checks for silence use it: those for members and agents of an elastic run, for peers
-of a swarm, for processes of a launch and for processes with embedding tables.
-``dead_members`` uses it to give up members of an elastic run.
+All checks for silence use them: for members and agents of an elastic run, for peers of
+a swarm, for processes of a launch and for processes with embedding tables.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ K = TypeVar("K")
 class Lease(Generic[K]):
     """Times of the last signs of life that this process received.
 
-    While this process is stopped, it receives nothing. So a long turn, the time between
-    two iterations of its loop, does not count as silence of others. A long turn that
-    follows one that was left out counts: if all turns are long, the process is slow,
-    not stopped.
+    A turn is the time between two iterations of this process's loop. A long turn does
+    not count as silence of the holders, because this process may have been stopped. Of
+    two long turns in a row only the first is left out: then the process is just slow.
 
     Attributes:
         seconds: Seconds of silence after which a holder is overdue.
@@ -32,8 +30,7 @@ class Lease(Generic[K]):
 
         Args:
             seconds: Seconds of silence after which a holder is overdue.
-            longest_turn: Seconds of a turn after which this process counts as stopped;
-                default: never.
+            longest_turn: Seconds above which a turn is long; default: no turn is long.
         """
         self.seconds = seconds
         self.heard_at: dict[K, float] = {}
@@ -46,7 +43,7 @@ class Lease(Generic[K]):
         self.heard_at[who] = now
 
     def expect(self, who: K, by: float) -> None:
-        """Gives a holder a lease that ends at the time ``by``."""
+        """Makes a holder overdue at time ``by`` unless it renews its lease."""
         self.heard_at[who] = by - self.seconds
 
     def forget(self, who: K) -> None:
@@ -54,8 +51,7 @@ class Lease(Generic[K]):
         self.heard_at.pop(who, None)
 
     def turn(self, now: float) -> float:
-        """Begins a turn; returns the seconds since the last one if they do not count,
-        or 0.
+        """Begins a turn; returns the seconds of the last one if left out, or else 0.
 
         Args:
             now: The time, in seconds.
@@ -79,7 +75,7 @@ class Lease(Generic[K]):
         return now - self.heard_at.get(who, -math.inf)
 
     def overdue(self, now: float, seconds: float | None = None) -> dict[K, float]:
-        """Returns the holders that have been silent for too long, with the seconds.
+        """Returns the seconds of silence of each holder that is silent for too long.
 
         Args:
             now: The time, in seconds.
@@ -96,9 +92,9 @@ class Lease(Generic[K]):
 
 
 def shifted(at: float, seconds: float, now: float) -> float:
-    """Returns a time moved later by seconds that do not count, at most to ``now``.
+    """Returns ``at`` moved later by ``seconds``, but at most to ``now``.
 
-    A time after ``now`` stays.
+    A time after ``now`` does not change.
 
     >>> shifted(1.0, 5.0, 10.0), shifted(8.0, 5.0, 10.0), shifted(12.0, 5.0, 10.0)
     (6.0, 10.0, 12.0)

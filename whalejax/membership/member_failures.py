@@ -1,4 +1,4 @@
-"""Handles members that end or are given up: consequences and replacements."""
+"""Handles the end or loss of a member, and starts its replacement."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from whalejax.wire import run_messages as wire
 
 
 _LASTING_SECONDS: Final = 60.0
-"""Seconds without a failure after which a generation that cannot stop at steps counts
-as progress."""
+"""Seconds for which a generation of ordinary scripts must last to count as progress."""
 
 _ERROR_SIGNALS: Final = (
     signal.SIGILL,
@@ -26,14 +25,14 @@ _ERROR_SIGNALS: Final = (
     signal.SIGFPE,
     signal.SIGSEGV,
 )
-"""Signals by which a process dies of its own fault; others come from outside."""
+"""Signals of errors of the process itself; other signals come from outside."""
 
 _NEVER_JOINED: Final = (
     "ended with status 0, and never joined the run. wh.train_elastic(…) trains while "
     "something iterates over it: write `for state, metrics in wh.train_elastic(job, "
     "steps=…):`. If the script does not call it, start it without --processes MIN:MAX"
 )
-"""Reason for a run whose processes have nothing to do with it."""
+"""Reason for the end of a run whose processes never join it."""
 
 _FURTHER: Final[tuple[Status, ...]] = (
     "starting",
@@ -72,7 +71,7 @@ def exited(
         well = name in run.active and how is Ending.COMPLETE
         record(run, now, "ended", name=name, status=status, how=how, well=well)
         if run.restarts and well:
-            pass  # It has done its work.
+            pass
         elif run.phase not in ("draining", "ending"):
             run.refill(now + run.settings.hold_seconds, member.slot)
     if run.restarts and run.active and run.well.issuperset(run.active):
@@ -91,8 +90,8 @@ def lose(
 ) -> None:
     """Gives a member up, and kills it before others get its work.
 
-    The loss counts as a failure if ``counts`` is true, the member was not leaving and
-    the run is not ending; ``log`` is the end of its log.
+    The loss counts as a failure if ``counts`` is true, unless the member was leaving or
+    the run is ending. ``log`` is the end of the member's log.
     """
     if not member.is_there:
         return
@@ -149,7 +148,7 @@ def count(
 
 
 def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
-    """Gives up all members of an agent; this counts as one failure."""
+    """Gives up all members of an agent, which counts as one failure."""
     record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
     text, alone = f"its agent {agent} is lost: {why}", True
@@ -159,7 +158,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
 
 
 def restart_members(run: ElasticRun, now: float) -> None:
-    """Kills the remaining members of a generation with collectives, to restart it."""
+    """Kills the remaining members of a generation with collectives, so all restart."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
     run.short_since = now
@@ -174,11 +173,10 @@ def restart_members(run: ElasticRun, now: float) -> None:
 
 
 def _may_follow(run: ElasticRun, error: str, status: int | None = None) -> bool:
-    """Returns whether a failure may be the consequence of another member's, which
-    breaks the collectives of all.
+    """Returns whether another member's failure may have caused this member's.
 
-    ``error`` is empty if it is unknown. If ``status``, the exit status, is given, an
-    unknown error and an end by a signal (JAX aborts) may be such consequences too.
+    A failed member breaks the collectives of all. ``error`` is empty if unknown. With
+    an exit status, an unknown error or an end by a signal is a possible effect too.
     """
     if not run.restarts or len(run.active) < 2:
         return False
@@ -187,8 +185,9 @@ def _may_follow(run: ElasticRun, error: str, status: int | None = None) -> bool:
 
 
 def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:
-    """Ends the run if its failures exceed the budget; ``reached`` is the status that
-    the last failed member had.
+    """Ends the run if its failures exceed the budget.
+
+    ``reached`` is the status that the member had before it failed.
     """
     far = _FURTHER.index(reached)
     well = [m for m in run.present_members() if m.status != "failed"]
@@ -207,7 +206,7 @@ def start_due(run: ElasticRun, now: float) -> None:
         return
     for slot, due in [*run.failures.due.items()]:
         if slot not in run.slots:
-            del run.failures.due[slot]  # The run was resized.
+            del run.failures.due[slot]  # Resizing has removed the slot.
         elif due <= now:
             del run.failures.due[slot]
             run.starting.add(slot)

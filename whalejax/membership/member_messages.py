@@ -30,9 +30,7 @@ def started(run: ElasticRun, now: float, event: Started) -> None:
 
 
 def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
-    """Returns the reason why a process cannot take part under a name, or an empty
-    text.
-    """
+    """Returns why a process cannot take part under a name; empty if it can."""
     known = run.members.get(name)
     if known is not None and not known.is_there:
         return "this member was given up, and its generation is over"
@@ -87,7 +85,7 @@ def _catch_up(
     elif ahead and run.phase == "draining":
         ask(run, now, run.target, -1, phase="draining")
     elif ahead and run.phase in ("preparing", "running"):
-        change(run, now, -1)  # The journal lacks its generation.
+        change(run, now, -1)  # The member's generation is not in the journal.
     elif run.phase in ("gathering", "preparing", "draining"):
         if member.name in run.target:
             ask_again(run, member.name)
@@ -96,8 +94,8 @@ def _catch_up(
 def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
     """Handles a process that has not joined and cannot run with its arguments.
 
-    All get the same arguments, so the run is refused. If another process has joined,
-    only this one is at fault, and it counts as a failed member.
+    All processes get the same arguments, so this ends the run as refused. But if a
+    process has joined, only this one is at fault, and counts as a failed member.
     """
     member = run.members[name]
     _failed(run, now, member, why)
@@ -147,8 +145,8 @@ def _report(
                 if member.status in ("registered", "ready"):
                     release(run, now, member)
         case wire.MemberLeft(step=step):
-            # Losses are equal in all members, so a condition on the loss ends all
-            # loops at one step; otherwise this member alone left.
+            # All members have the same losses, so a condition on the loss ends all
+            # loops at the same step.
             member.step = max(member.step, step)
             if member.status == "active":
                 record(run, now, "left", name=name, step=step)
@@ -161,13 +159,13 @@ def _report(
         case wire.Unfit(count=count, why=why):
             unfit(run, now, count, why)
         case wire.CheckpointWritten(step=step):
-            # It asks whether to publish its checkpoint: not if it was given up.
+            # A member that was given up must not publish its checkpoint.
             run.send(name, wire.Keep(step=step))
         case wire.Saved() | wire.NotSaved():
             if run.over is not None:
                 run.saver_reported |= name == run.over.saver
             _record_report(run, now, name, message)
-        case wire.Recovered(step=step):  # From copies in memory, or a checkpoint.
+        case wire.Recovered(step=step):
             _record_report(run, now, name, message)
             run.pace.start_generation(step, now)
         case (
@@ -198,7 +196,7 @@ def _beat(
     if phase == STOPPED and run.phase == "running":
         waited = now - run.pace.at > 2 + 2 * run.settings.beat_seconds
         if waited and member.name in run.active:
-            change(run, now, -1)  # It missed the start of this generation.
+            change(run, now, -1)  # The member missed the start of this generation.
 
 
 def _committed(
@@ -235,8 +233,8 @@ def _compare(
 ) -> None:
     """Ends the run if its members compute different losses from the same sums.
 
-    Members of one generation add the same numbers. Only a step that another generation
-    redoes may differ in its last bits, as other devices may compute it.
+    Members of one generation add the same numbers. A later generation may repeat the
+    step on other devices, with a loss that differs in its last bits.
     """
     if known == loss or (math.isnan(known) and math.isnan(loss)):
         return
@@ -259,7 +257,7 @@ def _suspect(
     record(run, now, "suspect", name=other, by=member.name, why=why)
     known = run.members.get(other)
     if known is None or known.status in ("left", "failed", "gone"):
-        return  # It is known to be unreachable.
+        return
     if generation == run.generation:
         run.broken_links.add(frozenset((other, member.name)))
         if run.suspected_at is None:

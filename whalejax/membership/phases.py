@@ -1,7 +1,7 @@
 """Phases of a member, which its heartbeats report, and their deadlines.
 
-One table holds all deadlines: a member that makes no progress for longer is given up. A
-phase that waits for other members has no deadline, because the others have theirs.
+A member without progress until the deadline of its phase is given up. A phase that
+waits for other members has no deadline, because the others have theirs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINISHED: Final = "finished"
 """The member has done its steps or left its loop; its process still runs."""
 
 STEP: Final = "step"
-"""Deadline of a step, which follows from measured step times."""
+"""Key of the deadline of a step, which follows from measured step times."""
 
 DEADLINES: Final[Mapping[str, str | None]] = {
     COMPILING: "compile_seconds",
@@ -45,7 +45,6 @@ DEADLINES: Final[Mapping[str, str | None]] = {
     SAVING: "save_seconds",
     FINISHED: None,
 }
-"""Field of ``SupervisorSettings`` that limits each phase; None if it waits for others.
-"""
+"""Field of ``SupervisorSettings`` that limits each phase; None without a deadline."""
 
 IN_A_STEP: Final = frozenset({COMPUTING, WAITING})

@@ -1,7 +1,7 @@
 """The function that drives a run: it takes an event and returns effects.
 
-It touches no socket, process or clock: each event comes with its time. So a test can
-try every order of events, with its own clock.
+It touches no socket, process or clock, and each event comes with its time. So a test
+can try any order of events.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from whalejax.membership.restart_policy import Failure
 def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
     """Applies an event to a run, and returns its effects.
 
-    Members of a generation are chosen at ``Tick``, once per turn of the loop, and
-    before the end of a process is handled.
+    It chooses the members of a generation at ``Tick``, once per turn of the loop, and
+    before it handles the end of a process.
 
     Args:
         run: Run to change.
@@ -51,7 +51,7 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
                 run.members[name].connected = False
         case ev.ProcessExitEvent(name=name, status=status, log=log):
             if not run.is_settled:
-                generations.settle(run, now)  # Its earlier messages count first.
+                generations.settle(run, now)  # Messages before the end count first.
             member_failures.exited(run, now, name, status, log)
         case ev.Unrunnable(name=name, why=why):
             member_messages.unrunnable(run, now, name, why)
@@ -72,7 +72,7 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
             resizing.resize(run, now, event)
         case ev.Started():
             member_messages.started(run, now, event)
-            resizing.leave_slots(run, now)  # It may have been resized meanwhile.
+            resizing.leave_slots(run, now)  # The run may have been resized meanwhile.
         case _:
             _place(run, now, event)
     if not isinstance(event, ev.MemberMessageEvent | ev.Disconnected):
@@ -110,7 +110,7 @@ def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
 
 
 def _fill_room(run: ElasticRun, now: float, room: int) -> None:
-    # Slots with their own devices are all tried: the room may be on another host.
+    # A slot with its own device needs room on that device's host, so try all slots.
     for slot in sorted(run.unplaced)[: len(run.unplaced) if run.devices else room]:
         run.unplaced.discard(slot)
         run.failures.due.setdefault(slot, now)
@@ -126,10 +126,7 @@ def _tick(run: ElasticRun, now: float) -> None:
 
 
 def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
-    """Resumes a run from the journal of a killed supervisor; see ``Resume``.
-
-    Its members get time to reconnect.
-    """
+    """Resumes the run of a killed supervisor, whose members get time to reconnect."""
     before, newest = run.generation, event.losses
     for said in event.events:
         apply(run, now, said["event"], said)
@@ -153,9 +150,7 @@ def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
 
 
 def _count_again(run: ElasticRun, shift: float, event: ev.Resume) -> None:
-    """Counts the failures in a journal; ``shift`` is added to its times for this
-    clock.
-    """
+    """Counts the failures in a journal; ``shift`` converts its times to this clock."""
     for said in event.events:
         match said:
             case {"event": "failed", "name": name, "why": why}:

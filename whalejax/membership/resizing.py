@@ -10,7 +10,7 @@ from whalejax.membership.history import record
 
 
 def resize_refusal(run: ElasticRun, size: int) -> str:
-    """Returns the reason why a run cannot have ``size`` members; empty if it can.
+    """Returns why a run cannot have ``size`` members; empty if it can.
 
     Args:
         run: The run.
@@ -35,8 +35,8 @@ def resize_refusal(run: ElasticRun, size: int) -> str:
 def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
     """Fills new slots, or lets the members of the last slots leave after a step.
 
-    Members that still start or compile are killed at once. The only member with the
-    state stays until another member has it.
+    Members that still start or compile are killed immediately. If only one member has
+    the state, it stays until another member has it.
     """
     if resize_refusal(run, event.size):
         return
@@ -60,7 +60,7 @@ def leave_slots(run: ElasticRun, now: float) -> None:
         if member.slot is None or member.slot in run.slots or member.leaving:
             continue
         if member.status in ("starting", "registered"):
-            # It imports or compiles: it reads no messages, and has no state.
+            # While it starts or compiles, it reads no messages and has no state.
             record(run, now, "ended", name=member.name, why=why, how=Ending.DRAINED)
             run.outbox.append(KillEffect(name=member.name, pid=member.pid))
         elif member.status in ("ready", "active"):

@@ -29,8 +29,8 @@ class Failure:
 
     Attributes:
         at: Time of the failure.
-        since: Start of the failed attempt: of its process, or of the generation in
-            which it took part.
+        since: Start of the failed attempt, which is the start of its process or of the
+            generation in which it took part.
         name: Name of the member.
         why: Reason for which it was given up.
         error: Error of the member itself; empty if it was lost otherwise.
@@ -48,8 +48,8 @@ class Failure:
 class Failures:
     """Counts failures, in total and per slot.
 
-    Members that fail together count as one attempt: only an attempt that begins after a
-    failure, and fails too, shows that a restart does not help.
+    Members that fail together count as one attempt. Only an attempt that begins after
+    an earlier failure, and fails too, shows that a restart does not help.
 
     Attributes:
         due: Times at which to start processes, by slot number.
@@ -106,11 +106,11 @@ class Failures:
                 self._repeated = f"{before.name} and then {failure.name}"
 
     def progressed(self, step: int | None = None) -> None:
-        """Forgets the earlier failures that progress has disproved.
+        """Forgets earlier failures, because the run has made progress.
 
         Args:
-            step: Committed step. A step that was committed before and is repeated
-                disproves nothing: a bug may be in the step after it.
+            step: Committed step. A step that was committed before is no progress: the
+                failure may be in the step after it.
         """
         if step is not None:
             if step <= self._furthest:
@@ -119,14 +119,13 @@ class Failures:
         self._forget()
 
     def exceeded(self, now: float, where: str = "", *, passed: bool = False) -> str:
-        """Returns the reason for giving up the run, with the first error; empty if the
-        run may go on.
+        """Returns why the run is given up, with the first error; empty if it goes on.
 
         Args:
-            now: The time.
-            where: Text that names the newest checkpoint; put before the error.
-            passed: Whether another member got further than the one that failed now, so
-                that not all would fail there.
+            now: The time, in seconds.
+            where: Text that names the newest checkpoint, which precedes the error.
+            passed: Whether another member got further than the one that failed, so that
+                the failure does not affect all.
         """
         settings = self._settings
         while self._times and now - self._times[0] > settings.window_seconds:
@@ -165,8 +164,8 @@ class Failures:
 def error_line(log: str) -> str:
     """Returns the line of a log that names the error.
 
-    This is the last line of the last traceback, with the indented lines that follow,
-    such as a list of problems; without a traceback, the last line of the log.
+    This is the last line of the last traceback, with the indented lines that follow it.
+    Without a traceback, it is the last line of the log.
 
     Args:
         log: End of a process's log.

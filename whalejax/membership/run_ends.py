@@ -20,9 +20,7 @@ _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 def end(
     run: ElasticRun, now: float, how: Ending, text: str, *, saves: bool = True
 ) -> None:
-    """Ends the run; if ``saves`` and the run is not complete, a member writes its
-    state.
-    """
+    """Ends the run; with ``saves``, a member of an incomplete run writes its state."""
     if run.phase == "ending":
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
@@ -33,7 +31,7 @@ def end(
 
 
 def end_again(run: ElasticRun) -> None:
-    """Tells the loop that the run has ended, possibly under an earlier supervisor."""
+    """Queues the end of a run whose outcome is known."""
     assert run.over is not None
     run.outbox.append(End(how=run.over.how, text=run.over.text))
 
@@ -42,7 +40,7 @@ def end_at_once(run: ElasticRun, now: float) -> None:
     """Ends the run without waiting for anything."""
     for member in run.present_members():
         member.ends_by_kill = True
-    text = f"the run was ended at once, as it was asked to{run.checkpoint_text()}"
+    text = f"the run was ended at once, on request{run.checkpoint_text()}"
     end(run, now, Ending.INTERRUPTED, text, saves=False)
 
 
@@ -55,7 +53,7 @@ def _saver(run: ElasticRun) -> str:
 
 
 def saves_last(run: ElasticRun, now: float, name: str) -> bool:
-    """Returns whether a member is to write the last checkpoint and is not late."""
+    """Returns whether a member writes the last checkpoint and is not late."""
     member = run.members.get(name)
     if run.over is None or member is None or name != run.over.saver:
         return False
@@ -83,7 +81,7 @@ def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
     if member.released_at is None:
         member.released_at = now
     if member.status in ("starting", "registered") and member.pid:
-        # It imports or compiles: it reads no messages, and has nothing to save.
+        # While it starts or compiles, it reads no messages and has nothing to save.
         member.ends_by_kill = True
         run.outbox.append(KillEffect(name=member.name, pid=member.pid))
     elif member.status not in ("active", "finished", "left"):
@@ -99,19 +97,19 @@ def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
 def how_ended(
     run: ElasticRun, member: MemberRecord, status: int | None
 ) -> Ending | None:
-    """Returns the meaning of a process's end; None if it should not have ended."""
+    """Returns the outcome of a member whose process ended; None if unexpected."""
     if run.over is not None:
         ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill
         if run.over.how is Ending.COMPLETE and ordered:
             return Ending.COMPLETE
-        # Members that were told why the run fails end with this error.
+        # Members end with an error when the supervisor tells them why the run fails.
         fails = run.over.how in _ERRORS and status == 1
         return Ending.DRAINED if ordered or fails else None
     if run.restarts and member.status in ("active", "finished"):
         done = status == 0 or (status is None and member.status == "finished")
         return Ending.COMPLETE if done else None
     if status in _TERMINATED and member.status in ("starting", "registered"):
-        return Ending.DRAINED  # It was asked to leave, and could not report it.
+        return Ending.DRAINED  # The member was asked to leave, but could not report it.
     if status not in (0, None):
         return None
     if member.leaving:

@@ -20,8 +20,8 @@ class SupervisorSettings:
         spares: Number of spare members, which have compiled everything and wait.
         lease_seconds: Seconds of silence after which a member is given up.
         start_seconds: Deadline from a process's start to its first message.
-        compile_seconds: Deadline from there until it is ready for steps; also of the
-            first step.
+        compile_seconds: Deadline from the first message until the process is ready for
+            steps; also the deadline of its first step.
         restore_seconds: Deadline of reading a checkpoint.
         body_seconds: Deadline of the body of the user's loop, such as an evaluation.
         save_seconds: Deadline of copying a state, and of writing a checkpoint.
@@ -30,13 +30,13 @@ class SupervisorSettings:
         gather_seconds: Longest wait for members that start, once ``least`` are ready.
         wait_seconds: Longest wait with fewer than ``least`` members; then the run ends.
         rejoin_seconds: Time for members to reconnect to a restarted supervisor.
-        step_factor, step_seconds: Limits of a step, as a multiple of the median and in
-            seconds; a step that exceeds both is stuck.
+        step_factor, step_seconds: Limits of a step: a multiple of the median step time,
+            and seconds. A step that exceeds both is stuck.
         restarts, window_seconds: More than ``restarts`` failures within
             ``window_seconds`` end the run.
-        fruitless: Number of failures without a step between them that ends the run.
+        fruitless: Number of failures that ends the run if no step is between them.
         hold_seconds, most_hold_seconds: First and longest restart delay of a process
-            that fails again; it doubles with each failure.
+            that fails repeatedly. The delay doubles with each failure.
     """
 
     least: int
@@ -99,11 +99,11 @@ class Supervised:
         command: Command of the processes; if empty, others start the members.
         folder: Folder of the run.
         settings: Numbers and deadlines of the run.
-        host, port: Address to listen at; a free port if 0.
+        host, port: Address to listen at; port 0 chooses a free one.
         exit_seconds: Deadline for processes to end after the run.
         environment: Environment variables for the processes.
-        again: Whether an earlier supervisor of this run was ended by a signal. This one
-            then goes on from its journal, even if the run is over or no member is left.
+        again: Whether a signal ended an earlier supervisor of this run. If so, this one
+            resumes from the journal, even if the run is over or no member is left.
         quiet: Whether to report errors only, and no progress.
         devices: Names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; if
             None, all slots share all devices.

@@ -1,1 +1,1 @@
-"""Processes that whalejax starts, watches and ends, for any kind of run."""
+"""Processes that whalejax starts, monitors and ends, for any kind of run."""

@@ -1,8 +1,8 @@
-"""Heartbeats of a child process: it writes to a pipe, which its parent process reads.
+"""Heartbeats of a child process, which writes them to a pipe that its parent reads.
 
-A stopped process, as after SIGSTOP, does not end, and its connections stay open: only
-missing heartbeats reveal it. A process without a first heartbeat is watched only if it
-was given a deadline for that.
+A stopped process, as after SIGSTOP, does not end, and its connections stay open. Only
+missing heartbeats reveal it. They count from the first heartbeat, for which a process
+may also have a deadline.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SILENT_SECONDS: Final = 60.0
 
 _LONGEST_TURN_SECONDS: Final = 5.0
 _LAST: Final = b"."
-"""Byte of a process that sends no more heartbeats, as it ends."""
+"""Byte of the last heartbeat of a process that is about to end."""
 
 
 def beat(byte: bytes = b"x") -> None:
     """Sends the parent process a heartbeat, if it has opened a pipe for this process.
 
-    Children of this process inherit the variable but not the pipe. They send nothing,
-    as the inode of the descriptor does not match.
+    Children of this process inherit the variable but not the pipe. Their descriptor has
+    another inode, so they send nothing.
     """
     number, _, inode = os.environ.get(BEAT_PIPE, "").partition(":")
     with contextlib.suppress(OSError, ValueError):
@@ -45,7 +45,7 @@ def beat(byte: bytes = b"x") -> None:
 
 
 def begin_beats() -> Callable[[], None]:
-    """Starts heartbeats, in a thread; returns a function that stops them."""
+    """Starts a thread that sends heartbeats; returns a function that stops it."""
     if BEAT_PIPE not in os.environ:
         return lambda: None
     ended = threading.Event()
@@ -67,7 +67,7 @@ def begin_beats() -> Callable[[], None]:
 
 
 class HeartbeatPipes:
-    """Pipes of child processes, by which stopped ones are found.
+    """Heartbeat pipes of child processes, which reveal stopped processes.
 
     Attributes:
         beating: Names of the processes that have sent a heartbeat.
@@ -79,8 +79,8 @@ class HeartbeatPipes:
         """Starts without processes.
 
         Args:
-            selector: Selector in which the pipes are registered. The data of a pipe
-                that becomes readable is a function to call.
+            selector: Selector in which the pipes are registered. A pipe's data is a
+                function to call when the pipe is readable.
             seconds: Seconds without a heartbeat after which a process is silent.
         """
         self.beating: set[str] = set()
@@ -92,11 +92,11 @@ class HeartbeatPipes:
     def pipe(
         self, name: str, first_seconds: float
     ) -> Iterator[tuple[int, dict[str, str]]]:
-        """Opens a process's pipe; yields the descriptor for it, and its environment.
+        """Opens a pipe; yields descriptor and environment variables for the process.
 
         Args:
             name: Name of the process, which is started in the context.
-            first_seconds: Deadline of its first heartbeat, or infinity.
+            first_seconds: Deadline of its first heartbeat in seconds, or infinity.
         """
         self.forget(name)
         read, write = os.pipe()
@@ -113,7 +113,7 @@ class HeartbeatPipes:
         try:
             data = os.read(self._pipes[name], 4096)
         except (KeyError, BlockingIOError):
-            return ()  # Its process ended in the same turn, and may run again.
+            return ()  # The process ended in the same turn, and may run again.
         if not data or _LAST in data:
             self.forget(name)
         else:

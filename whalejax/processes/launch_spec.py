@@ -1,8 +1,4 @@
-"""Specification of a launch: one program as several processes, their hosts and
-environments.
-
-All that it has is known before ``launcher`` starts the processes.
-"""
+"""Specification of a launch: its program, processes, hosts and environments."""
 
 from __future__ import annotations
 
@@ -35,8 +31,8 @@ from whalejax.wire.addresses import joined_address
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
-"""Remote shell, to which a host and a command are appended. With ``-tt``, the command
-ends when the shell does."""
+"""Default remote shell, to which a host and a command are appended. With ``-tt``, the
+command ends when the shell ends."""
 
 PASSED_ON: Final = (
     KEY_FILE,
@@ -46,7 +42,7 @@ PASSED_ON: Final = (
     "JAX_MTLS_PEER_URI_PREFIX",
     "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
 )
-"""Launcher's variables that are sent to other hosts: file names, no keys."""
+"""Environment variables that are sent to other hosts: file names, no keys."""
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -58,19 +54,19 @@ class Launch:
     Attributes:
         command: Words of the program, equal in all processes.
         processes: Number of processes.
-        hosts: Names, in the order of ranks; each gets its part of the processes.
-        quotas: CPU quotas in percent of a core, one per process; none: no quota.
+        hosts: Names of hosts, which get equal parts of the ranks in order.
+        quotas: CPU quotas in percent of a core, one per process; empty for no quotas.
         logs: Folder of one log per rank, on this machine.
-        port: Port of process 0; default: a free one if all processes are here.
+        port: Port of process 0; default: a free one if all processes are local.
         remote_shell: Words before a host's name and the command for it.
-        tells: Whether to print the table of ranks, and rank 0's failure in addition to
-            its own output.
-        stops: Whether the failure of any rank stops all. If not, only that of rank 0
-            does: after any other, the ranks continue to their ends, and then the failed
-            one is named.
+        tells: Whether to print the table of ranks, and a message on rank 0's failure in
+            addition to its output.
+        stops: Whether the failure of any rank stops all. If not, only a failure of rank
+            0 stops all. After another failure, the ranks run to their ends, and the
+            failed rank is named then.
         json: Whether to print only one line of JSON with the end of all ranks.
-        exit_seconds: Time of silence after which a rank is stopped once another has
-            ended.
+        exit_seconds: Seconds without output after which a rank is stopped, once another
+            rank has ended.
     """
 
     command: tuple[str, ...]
@@ -125,7 +121,7 @@ class Launch:
             )
 
     def host_of(self, rank: int) -> str:
-        """Returns the host of a rank; hosts get equal parts, in order."""
+        """Returns the host of a rank."""
         return self.hosts[rank * len(self.hosts) // self.processes]
 
     def _ranks_here(self) -> list[int]:
@@ -139,8 +135,8 @@ class Launch:
     def coordinator(self) -> str:
         """Returns the address of process 0, ``"host:port"``.
 
-        If all processes are local, this process holds the port until ``release_port``.
-        Otherwise another program could take it before process 0 listens.
+        If all processes are local, this process occupies the port until
+        ``release_port``, so that no other program takes it before process 0 listens.
 
         Raises:
             WhaleError: All processes are local, and the port is in use or none is free.
@@ -160,7 +156,7 @@ class Launch:
         return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
-        """Returns text on the addresses that are open while the processes run."""
+        """Returns text that says where process 0 listens, and how it is protected."""
         host, port = split_address(coordinator)
         if is_loopback(host):
             return (
@@ -191,7 +187,7 @@ class Launch:
         }
 
     def _gpus_of(self, rank: int) -> dict[str, str]:
-        """Returns the GPUs of a rank here; those of other hosts are unknown."""
+        """Returns the variables for a local rank's GPUs; empty for other hosts."""
         gpus = local_gpus.visible_gpus()
         here = self._ranks_here() if gpus else []
         if rank not in here:
@@ -202,8 +198,8 @@ class Launch:
         """Returns a warning if GPUs of other hosts are not divided among their ranks.
 
         Returns:
-            Text with the remedy; empty if no other host has several ranks, or no rank
-            uses GPUs.
+            Warning with the remedy; empty if no other host has several ranks, or no
+            rank uses GPUs.
         """
         ranks = Counter(map(self.host_of, range(self.processes)))
         away = [host for host, n in ranks.items() if n > 1 and not is_here(host)]
@@ -216,7 +212,7 @@ class Launch:
         )
 
     def shared_environment(self) -> dict[str, str]:
-        """Returns variables of this process that are sent to other hosts."""
+        """Returns this process's environment variables that other hosts get."""
         return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
@@ -240,12 +236,12 @@ class Launch:
 def check_hosts(
     problems: Problems, hosts: Sequence[str], processes: int, shell: Sequence[str]
 ) -> None:
-    """Records errors in the hosts of processes.
+    """Collects errors in the hosts of processes.
 
     Args:
         problems: Collector of the command's errors.
         hosts: Names of the hosts.
-        processes: Maximum number of processes over all of them.
+        processes: Maximum number of processes on all hosts together.
         shell: Words before a host's name and the command for it.
     """
     if not hosts or not all(hosts):
@@ -290,7 +286,7 @@ def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list
 
 
 def is_here(host: str) -> bool:
-    """Returns whether a host's name is one of this machine's.
+    """Returns whether a name means this machine.
 
     >>> is_here("localhost")
     True
@@ -299,7 +295,6 @@ def is_here(host: str) -> bool:
 
 
 def _check_free(port: int) -> None:
-    """Checks that a port is free before processes start that would need it."""
     with socket.socket() as result:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

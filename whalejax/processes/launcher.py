@@ -55,23 +55,22 @@ from whalejax.wire.keys import make_key
 
 
 TAIL_LINES: Final = 20
-"""Number of lines that are shown of the output of the first failed process."""
+"""Number of lines shown from the end of the first failed process's output."""
 
 _UNREACHED: Final = 255
 """Exit status of ssh itself."""
 
 _FILES_EACH: Final = 4
-"""Number of file descriptors per rank: its log, its pipe, one for its end, one for its
-start."""
+"""Number of file descriptors per rank, for its log, output, end and start."""
 
 _OTHER_FILES: Final = 64
 
 UNPRINTED: Final = 2
-"""Exit status if all ended well but the output could not be printed."""
+"""Exit status if all ranks succeeded but the output could not be printed."""
 
 
 class RankReport(NamedTuple):
-    """Values of a process in the JSON of a launch; None for those that are unknown."""
+    """Values of a process in the JSON of a launch; None means unknown."""
 
     rank: int | None
     host: str | None
@@ -82,22 +81,21 @@ class RankReport(NamedTuple):
 
 
 def run(launch: Launch) -> int:
-    """Starts all processes, and waits for them; some failures end all.
+    """Starts all processes, and waits for them.
 
-    ``launch.stops`` says which failures do.
+    ``launch.stops`` decides which failures stop all ranks. Rank 0's output is shown,
+    and the others write to their logs. If ranks fail, the first failed rank is named,
+    with the end of its log unless its output was shown.
 
-    Rank 0's output is shown, the others write to their logs. If ranks fail, the first
-    that did is named, with the end of its log unless that was shown.
-
-    With ``launch.json`` the output is one object instead: ``status``, ``failure`` (that
-    text, or null) and ``ranks``. Each of these has ``rank``, ``host``, ``kind`` and
-    ``devices`` (null if it did not report them), ``cpu_quota_percent`` (null without
-    one) and ``log``.
+    With ``launch.json`` the output is one object instead. It has ``status``,
+    ``failure`` (the text on the failed rank, or null) and ``ranks``. Each rank has
+    ``rank``, ``host``, ``log``, ``kind`` and ``devices`` (null if unreported), and
+    ``cpu_quota_percent`` (null without a quota).
 
     Returns:
-        0 if all ranks ended well; 2 if they did but the output could not be printed.
-        Otherwise the status of the first rank that failed, or 128 plus the number of
-        the signal that ended it.
+        0 if all ranks succeeded, or 2 if the output could not be printed. After a
+        failure, the status of the first failed rank, or 128 plus the number of the
+        signal that ended it.
 
     Raises:
         WhaleError: A log or a process cannot be made, or the port is in use.
@@ -165,7 +163,7 @@ class _Launched:
         try:
             return self._loop.run()
         finally:
-            self._read_all()  # Output of the ranks that were started before a failure.
+            self._read_all()  # also if a later rank could not be started
             end = time.monotonic() + GRACE_SECONDS / 2
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
@@ -203,7 +201,7 @@ class _Launched:
             self._read_all()
 
     def _read_all(self) -> None:
-        """Starts the threads, after the last start: forks and threads do not mix."""
+        """Starts the threads that read output; no process may be started afterwards."""
         for pump in self._pumps[len(self._threads) :]:
             thread = threading.Thread(target=pump.run, daemon=True)
             thread.start()
@@ -281,8 +279,8 @@ class _Launched:
         shown = self._launch.tells or (failed and (failed[0] or self._remote(*failed)))
         if failure and shown:
             say_in_background(failure)
-        wait_for_lines()  # Nothing waits for this process any more.
-        # Without ``tells``, the logs are removed at the end.
+        wait_for_lines()
+        # Without ``tells``, the logs are removed at the end, so messages omit them.
         lost = self._terminal.lost and not self._launch.tells
         return status or (UNPRINTED if lost else 0)
 
@@ -343,14 +341,12 @@ def _allow_files(count: int) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Ends a launch, before its first process, on SIGTERM and SIGHUP as on Ctrl-C."""
+    """Handles a signal before the first process starts, like Ctrl-C."""
     raise SystemExit(128 + number)
 
 
 def words_after(words: Sequence[str]) -> list[str]:
-    """Inserts ``--`` before the script of a command line.
-
-    Words after the script belong to the script, options included.
+    """Inserts ``--`` before the script, so that later options belong to the script.
 
     >>> words_after(["--processes", "2", "train.py", "--steps", "3"])
     ['--processes', '2', '--', 'train.py', '--steps', '3']

@@ -1,8 +1,8 @@
 """The GPUs of one machine, divided among the processes that are started on it.
 
-Each process gets an equal number of its own: JAX takes all that it sees, and two
-processes cannot share one. It uses no JAX: a process that starts others must not take
-their devices.
+Each process gets an equal number of GPUs of its own, because JAX takes all GPUs that it
+sees, and processes cannot share one. This module uses no JAX: a process that starts
+others must not take their devices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.meshes.errors import WhaleError
 
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""Variable with the numbers or UUIDs of the GPUs that a process sees."""
+"""Environment variable with the numbers or UUIDs of the GPUs that a process sees."""
 
 HELD_SECONDS: Final = 30.0
-"""Time that a given-up process may take to end before its id is reported."""
+"""Seconds after which a lost process that still keeps its GPUs is reported."""
 
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _FILE: Final = re.compile(r"nvidia\d+")
@@ -38,7 +38,7 @@ def visible_gpus(
 ) -> tuple[str, ...]:
     """Returns the GPUs that processes with this environment see; none for CPU runs.
 
-    Parts of GPUs (``MIG-…``) count as GPUs, though CUDA shows a process only one.
+    Parts of GPUs (``MIG-…``) count as GPUs, though a process sees only one part.
 
     Args:
         environment: Environment of the processes; None for that of this process.
@@ -62,7 +62,7 @@ def visible_gpus(
     gpus = []
     for name in known[VISIBLE].split(","):
         if not _NAME.fullmatch(name.strip()):
-            break  # CUDA uses the entries before it.
+            break  # CUDA uses only the entries before an invalid one.
         gpus.append(name.strip())
     return tuple(gpus)
 
@@ -85,8 +85,7 @@ def _has_plugin() -> bool:
 
 
 def refusal(gpus: Sequence[str], processes: int) -> str:
-    """Returns the reason why processes cannot have GPUs of their own; empty if they
-    can.
+    """Returns why processes cannot have GPUs of their own; empty if they can.
 
     Args:
         gpus: GPUs of the machine; none for CPU runs, which are never refused.
@@ -108,8 +107,8 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
     """Returns the environment variables that give one process its own GPUs.
 
     Args:
-        gpus: GPUs of the machine; none for CPU runs, whose variables do not change.
-        processes: Number of simultaneous processes on it; a single one gets all.
+        gpus: GPUs of the machine; none for CPU runs, which need no variables.
+        processes: Number of simultaneous processes on it; a single process gets all.
         place: Index of this process among them, from 0.
 
     Raises:
@@ -151,9 +150,7 @@ def gpu_division_text(gpus: Sequence[str], processes: int) -> str:
 
 
 def _each(gpus: Sequence[str], processes: int) -> int:
-    """Returns the number of GPUs of each process; one for parts of GPUs, which
-    CUDA shows singly.
-    """
+    """Returns the number of GPUs, or one part of a GPU, for each process."""
     if any(name.startswith(_PART) for name in gpus):
         return 1
     return len(gpus) // processes
@@ -167,7 +164,7 @@ class SlotGpus:
 
         Args:
             environment: Environment of the processes.
-            places: Number of slots among which they are divided.
+            places: Number of slots among which the GPUs are divided.
         """
         self.gpus, self.places = visible_gpus(environment), places
         self._since: dict[int, float] = {}
@@ -178,18 +175,16 @@ class SlotGpus:
         return {"gpus": list(self.gpus), "places": self.places}
 
     def go_on(self, opened: Mapping[str, Any]) -> None:
-        """Divides the GPUs as in the resumed run, whose members keep theirs.
+        """Divides the GPUs as in a resumed run, whose members keep theirs.
 
         Args:
-            opened: First event of its journal.
+            opened: First event of the resumed run's journal.
         """
         self.gpus = tuple(opened.get("gpus", self.gpus))
         self.places = opened.get("places", self.places)
 
     def division_text(self) -> str:
-        """Describes the division of the GPUs for the user; empty if they are not
-        divided.
-        """
+        """Describes the division of the GPUs; empty if they are not divided."""
         return gpu_division_text(self.gpus, self.places)
 
     def of(self, slot: int, devices: Sequence[str] | None = None) -> dict[str, str]:
@@ -209,12 +204,12 @@ class SlotGpus:
         return own_gpus(self.gpus, self.places, slot)
 
     def is_late(self, now: float, slot: int, pid: int) -> bool:
-        """Returns whether to report, once, that a process keeps the GPUs of its slot.
+        """Returns True, once, if a process keeps the GPUs of a slot for too long.
 
         Args:
-            now: Current time.
+            now: Current time, in seconds.
             slot: Slot whose next process waits for its GPUs.
-            pid: Process id that has not ended; 0 if there is none.
+            pid: Id of the process that keeps them; 0 if there is none.
         """
         if not pid:
             self._since.pop(slot, None)

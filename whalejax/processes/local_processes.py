@@ -1,8 +1,8 @@
-"""Processes of this machine: started, watched and ended, for any kind of run.
+"""Starts, monitors and ends processes of this machine, for any kind of run.
 
 A supervisor's processes outlive it. A restarted supervisor finds them by id and start
-time, so it takes no other process for one of them. Processes of a launcher or an agent
-end with it.
+time, because an id alone may belong to another process later. Processes of a launcher
+or an agent end with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 GRACE_SECONDS: Final = 10.0
-"""Time from the signal that asks processes to end to the one that kills them."""
+"""Seconds from the request to end processes until they are killed."""
 
 _MOST_OF_A_LOG: Final = 8000
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
@@ -36,7 +36,7 @@ _WAITING: Final = (
     'read -r _ || exit 1; exec "$@" </dev/null',
     "whalejax",
 )
-"""Script that waits for a line and then becomes the program, with the same id."""
+"""Shell command that waits for a line, and is then replaced by the program."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Processes:
             command: Words of the program.
             environment: Environment variables that are added to those of this process.
             logs: Folder of one log for each process.
-            selector: Selector that reports the end of each, with its name as data.
-            end_with_this: Whether Linux kills them together with this process, which
-                must then start them in its main thread and have no other thread.
+            selector: Selector that reports the end of a process, with its name as data.
+            end_with_this: Whether Linux kills the processes together with this one. If
+                so, this one must start them in its main thread, without other threads.
         """
         self.command, self.environment = list(command), environment
         self._ends_with_this = end_with_this
@@ -89,15 +89,15 @@ class Processes:
 
         Args:
             name: Name of the future member.
-            own: Further environment variables, for this process only.
-            command: Words of the program; empty for those of the constructor.
-            output: Descriptor that it writes to; None for its log.
-            errors: Descriptor of its errors; None for that of its output.
-            passed: Further descriptors that it inherits.
+            own: Additional environment variables of the process.
+            command: Words of the program; default: those of the constructor.
+            output: Descriptor of its standard output; None for its log.
+            errors: Descriptor of its standard error; None for that of its output.
+            passed: Additional descriptors that it inherits.
 
         Raises:
             WhaleError: The program does not exist.
-            OSError: The system cannot start it now.
+            OSError: The system cannot start the process now.
         """
         command = command or self.command
         if shutil.which(command[0]) is None:
@@ -137,7 +137,10 @@ class Processes:
         return child.pid, began
 
     def release(self, name: str) -> None:
-        """Lets a started process run; it ends if this process is killed before."""
+        """Lets a started process run.
+
+        A process that was not released ends if this process is killed.
+        """
         held = self._held.pop(name, None)
         if held is not None:
             with contextlib.suppress(OSError):
@@ -145,7 +148,7 @@ class Processes:
             os.close(held)
 
     def adopt(self, name: str, pid: int, began: str) -> bool:
-        """Watches a process of another supervisor; returns whether it runs."""
+        """Takes over a process of an earlier supervisor; returns whether it runs."""
         if not pid or not began or began_at(pid) != began:
             return False
         try:
@@ -166,13 +169,10 @@ class Processes:
         self._there[name] = _Process(pid=pid, began=began, watched=watched, child=child)
 
     def take_exit_status(self, name: str) -> int | None:
-        """Removes a process, and returns its exit status; None if unknown.
-
-        Kills it first if it has not ended, and its group.
-        """
+        """Kills a process and its group; returns its exit status, None if unknown."""
         exit_status = self._there.pop(name)
         self._selector.unregister(exit_status.watched)
-        self._end_group(exit_status)  # Kills its remaining children.
+        self._end_group(exit_status)
         os.close(exit_status.watched)
         if name in self._held:
             os.close(self._held.pop(name))
@@ -191,8 +191,8 @@ class Processes:
 
         Args:
             name: Name of its member.
-            number: Signal that asks.
-            group: Whether to signal its children too, and resume them if stopped.
+            number: Signal to send.
+            group: Whether to signal the children too, and resume stopped ones.
         """
         entry = self._there.get(name)
         if entry is not None:
@@ -213,9 +213,8 @@ class Processes:
         return ""
 
     def _end_group(self, found: _Process) -> None:
-        # The descriptor refers to this process even if its id is used again. Each
-        # process leads its own group, and the id stays taken while the group exists;
-        # after that another process may have it.
+        # The descriptor refers to this process even if its id is used again. A process
+        # leads its own group, and its id is not used again while the group exists.
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(found.watched, signal.SIGKILL)
@@ -225,11 +224,11 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Names of processes whose exit status has not been taken."""
+        """Names of all processes since their start until ``take_exit_status``."""
         return [*self._there]
 
     def identities(self) -> dict[str, tuple[int, str]]:
-        """Returns the id and start time of each, by which ``adopt`` finds it again."""
+        """Returns the id and start time of each process, for ``adopt``."""
         return {name: (there.pid, there.began) for name, there in self._there.items()}
 
     def log(self, name: str) -> Path:
@@ -263,7 +262,7 @@ def log_folder(path: Path) -> Path:
         path: Path of the folder.
 
     Raises:
-        WhaleError: It cannot be created.
+        WhaleError: The folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -285,21 +284,21 @@ def start_child(
     passed: Sequence[int] = (),
     ends_with_this: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program that leads a session of its own, so that no Ctrl-C reaches it.
+    """Starts a program in a session of its own, so that Ctrl-C does not reach it.
 
     Args:
         words: Program and its arguments.
         environment: Environment variables that are added to those of this process.
         folder: Working directory; None for that of this process.
-        given: Descriptor of its input; default: nothing.
-        output: Descriptor that it writes to; None for that of this process.
-        errors: Descriptor of its errors; None for ``output``, if that is given, or else
-            that of this process.
+        given: Descriptor of its standard input; default: no input.
+        output: Descriptor of its standard output; None for that of this process.
+        errors: Descriptor of its standard error; None for ``output`` if given, or that
+            of this process.
         passed: Descriptors that it inherits.
-        ends_with_this: Whether it is killed together with the thread that starts it.
+        ends_with_this: Whether it is killed when the thread that starts it ends.
 
     Raises:
-        OSError: The system cannot start it.
+        OSError: The system cannot start the program.
     """
     return subprocess.Popen(
         words,
@@ -329,7 +328,7 @@ def _end_of(child: subprocess.Popen[bytes]) -> int:
 
 
 def die_with_parent() -> None:
-    """Makes this process end with the thread that started it, on Linux."""
+    """On Linux, makes this process end with the thread that started it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
@@ -338,10 +337,10 @@ def die_with_parent() -> None:
 def handled_signals(
     handler: Callable[[int, object], None], *more: signal.Signals
 ) -> Iterator[None]:
-    """Passes SIGTERM, SIGHUP and ``more`` to a function in the context, unless ignored.
+    """Handles SIGTERM, SIGHUP and ``more`` by a function in the context.
 
-    ``nohup`` ignores SIGHUP for the program that it starts. Only the main thread can
-    handle signals; elsewhere the context does nothing.
+    Signals that are ignored stay ignored, such as SIGHUP under ``nohup``. Only the main
+    thread can handle signals; in other threads the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -361,8 +360,8 @@ def handled_signals(
 def began_at(pid: int) -> str:
     """Returns the start time of a process, in ticks since boot.
 
-    The text is empty if there is no such process, not even a zombie, and on systems
-    other than Linux.
+    The text is empty if there is no such process. It is always empty on systems other
+    than Linux.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
@@ -389,8 +388,8 @@ def runs(pid: int, began: str) -> bool:
 def machine() -> str:
     """Returns an id of this machine that changes at every boot.
 
-    Containers have their own process ids, and count as machines. On systems other than
-    Linux it is the host name.
+    Containers count as machines, because they have their own process ids. On systems
+    other than Linux the id is the host name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

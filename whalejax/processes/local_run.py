@@ -1,9 +1,8 @@
-"""The loop that starts, watches and ends processes of this machine.
+"""The loop that starts, monitors and ends processes of this machine.
 
-All runs use it: a launch of a fixed number, a leader with servers that are restarted,
-the members of an agent, the commands of agents, and the supervisor of an elastic run.
-They differ in their policy, which takes events and returns the effects that the loop
-carries out.
+All runs use it: launches, leaders with servers that are restarted, agents, the commands
+that start agents, and supervisors. They differ in their policy, which takes events and
+returns the effects that the loop carries out.
 """
 
 from __future__ import annotations
@@ -49,22 +48,21 @@ class RunPolicy(Protocol):
         ...
 
     def start(self, slot: int) -> Iterable[ev.Effect] | None:
-        """Starts the process of a slot; returns further effects, such as its release,
-        or None.
+        """Starts the process of a slot; may return effects, such as its release.
 
         Raises:
-            OSError: It cannot be started now.
-            WhaleError: It never can be started.
+            OSError: The process cannot be started now.
+            WhaleError: The process can never be started.
         """
 
 
 class LocalRun:
-    """Runs processes by a policy, until it ends the run.
+    """Runs processes by a policy, until the policy ends the run.
 
     Attributes:
         processes: The processes, which the policy starts.
-        beats: Pipes of those that send heartbeats.
-        lock: Lock held while the policy reacts, for other threads that change it.
+        beats: Pipes of the processes that send heartbeats.
+        lock: Lock held while the policy reacts, for other threads that use the policy.
     """
 
     def __init__(
@@ -91,25 +89,25 @@ class LocalRun:
             policy: Rules of the run.
             logs: Folder of one log for each process.
             say: Function that receives a line for the user.
-            end_with_this: Whether the processes are killed together with this one; see
-                ``Processes``.
-            silent_seconds: Seconds without a heartbeat after which a process that
-                sends some is silent.
+            end_with_this: Argument of ``Processes``: whether the processes are killed
+                together with this one.
+            silent_seconds: Seconds after which a process whose heartbeats have stopped
+                is silent.
             own_seconds: Seconds for processes to end by themselves after a complete
-                run, before they are asked to.
+                run, before they are asked to end.
             asks: Seconds to wait after each request to end, when the run is over.
-                Processes that are left after the last wait are killed.
-            groups: Whether these requests also go to the processes' children.
-            stopping: Function that receives the names of processes before the first
-                request.
-            releases: Commands that free what a process leaves elsewhere, by its name;
-                run if its exit status is not 0.
+                After the last wait, the remaining processes are killed.
+            groups: Whether requests to end also go to the processes' children.
+            stopping: Function that receives the names of the processes before the first
+                request to end.
+            releases: Commands by name of a process. They free what it leaves elsewhere,
+                and run if its exit status is not 0.
             signals: Signals that request the end besides SIGTERM, SIGINT and SIGHUP.
             turn: Function that receives the effects of a turn, for example to write
                 them to a journal, and returns the context in which they are carried
-                out; if None, those of each event are carried out at once.
-            further: Function that carries out, in addition to this loop, an effect
-                outside this machine's processes, such as a message.
+                out. If None, effects are carried out after each event.
+            further: Function that also receives each effect, and carries out those that
+                concern no local process, such as messages.
         """
         self._selector = selectors.DefaultSelector()
         self.processes = Processes(
@@ -127,10 +125,10 @@ class LocalRun:
         self._end: ev.End | None = None
 
     def watch(self, source: Waker, read: Callable[[], Iterable[ev.Effect]]) -> None:
-        """Watches another source of effects, such as messages.
+        """Adds another source of effects, such as messages.
 
         Args:
-            source: Object that becomes readable with them, and is then reset.
+            source: Waker of the loop when there are effects; the loop resets it.
             read: Function that yields effects; each is carried out before the next.
         """
 
@@ -141,11 +139,10 @@ class LocalRun:
         self._selector.register(source, selectors.EVENT_READ, take)
 
     def run(self) -> ev.End:
-        """Runs the processes until the policy ends the run and none is left; returns
-        the end.
+        """Runs until the policy ends the run and no process is left; returns the end.
 
         Raises:
-            WhaleError: A process cannot be started, and never can be.
+            WhaleError: A process can never be started.
         """
         with self._selector, handled_signals(self._on_signal, *self._handled):
             try:
@@ -225,7 +222,7 @@ class LocalRun:
     def _start_in(self, slot: int) -> None:
         try:
             self._effects += self._policy.start(slot) or ()
-        except OSError as error:  # Too many processes or files, or too little memory.
+        except OSError as error:  # for example too many processes
             self._react(ev.NotStarted(slot, error.strerror or str(error)))
 
     def _release(self, name: str) -> None:
@@ -246,9 +243,9 @@ class LocalRun:
     # The end.
 
     def _stop(self) -> None:
-        """Ends the processes that are left; a further signal kills them at once."""
+        """Ends the remaining processes; a further signal kills them immediately."""
         told = len(self._signals)
-        # After an error, no end of a process is a reason to start another.
+        # After an error, no process is restarted.
         self._end = self._end or ev.End(Ending.FAILED, "")
         if self._end.how is Ending.COMPLETE:
             self._wait_for_ends(self._own_seconds, told)
@@ -260,7 +257,7 @@ class LocalRun:
             self._wait_for_ends(seconds, told)
         for name in self.processes.names:
             self.processes.kill(name)
-        # A process in a system call that does not return cannot even be killed.
+        # A process in a system call that does not return cannot be killed.
         self._wait_for_ends(GRACE_SECONDS / 2, told=None)
 
     def _wait_for_ends(self, seconds: float, told: int | None) -> None:

@@ -1,7 +1,7 @@
 """Copies a process's output to its log, to the terminal and to the launcher.
 
-It is separate from the launcher because of its one promise: all output is read from the
-pipe, even if it cannot be written, so that the process never waits.
+All output is read from the pipe even if it cannot be written, so that the process never
+waits for a reader.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CHUNK_BYTES: Final = 1 << 16
 """Maximum number of bytes read from a pipe at once."""
 
 TAIL_BYTES: Final = 1 << 14
-"""Bytes kept of the end of a process's output, for reports of failures."""
+"""Number of bytes kept from the end of a process's output, for reports of failures."""
 
 MOST_LINE: Final = 300
-"""Maximum number of characters shown of one of its lines."""
+"""Maximum number of characters shown of one line of output."""
 
 PATIENCE_SECONDS: Final = 1.0
-"""Time after which shown output that nobody reads is dropped."""
+"""Seconds after which output that nobody reads is dropped."""
 
 _MOST_MARK_BYTES: Final = 4096
 _MARK: Final = MARK.encode()
@@ -49,16 +49,14 @@ _LINES: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 class Log:
-    """Log file of a process; output that cannot be written is lost, which is said
-    once.
-    """
+    """Log file of a process; the first loss of output is reported."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         """Creates the file.
 
         Args:
             path: Path of the file.
-            say: Function that receives a line when something cannot be written.
+            say: Function that receives a line when output cannot be written.
 
         Raises:
             WhaleError: The file cannot be created.
@@ -78,7 +76,7 @@ class Log:
             ) from error
 
     def write(self, data: bytes) -> None:
-        """Appends as much as can be written."""
+        """Appends data as far as it can be written."""
         view = memoryview(data)
         try:
             while view:
@@ -98,7 +96,7 @@ class Log:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file to write; refuses pipes, with or without a reader.
+    """Opens a file to write, but refuses pipes.
 
     Raises:
         OSError: The file cannot be opened; ENXIO for a pipe.
@@ -112,7 +110,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class TerminalOutput:
-    """The terminal or its replacement; output that cannot be written is lost.
+    """Standard output of this process; output that cannot be written is lost.
 
     Attributes:
         lost: Whether output was lost while there was a reader.
@@ -141,7 +139,7 @@ class TerminalOutput:
         try:
             try:
                 number = out.fileno()
-            except (OSError, AttributeError):  # an in-memory stream, which accepts all
+            except (OSError, AttributeError):  # an in-memory stream
                 out.write(coded.decode(encoding))
                 out.flush()
             else:
@@ -157,7 +155,7 @@ class TerminalOutput:
             )
 
     def _write_to(self, number: int, data: bytes) -> None:
-        """Writes what a descriptor accepts; drops what nobody reads."""
+        """Writes data to a descriptor, and drops data that nobody reads in time."""
         if self._lost_bytes and _takes(number, 0.0):
             said = f"\n[{self._lost_bytes} bytes are left out here: see the log]\n"
             self._lost_bytes = 0
@@ -194,9 +192,9 @@ class Pump:
 
         Args:
             source: Descriptor of the pipe.
-            outputs: Targets of all output that is not for the launcher.
-            told: Function that receives messages for the launcher; it returns False for
-                invalid ones, which then count as output.
+            outputs: Targets of all output except messages for the launcher.
+            told: Function that receives messages for the launcher. It returns False for
+                an invalid message, which then counts as output.
         """
         self.last = time.monotonic()
         self._source = source
@@ -221,7 +219,7 @@ class Pump:
         self._write(self._held)
 
     def feed(self, data: bytes) -> None:
-        """Passes data on; holds back what may become a line for the launcher."""
+        """Passes data on, but holds back an incomplete message for the launcher."""
         passed = []
         for piece in _LINES.findall(data):
             line, self._held = self._held + piece, b""
@@ -248,7 +246,7 @@ class Pump:
             output.write(data)
 
     def tail(self, count: int) -> list[str]:
-        """Returns the last lines of output; long ones are cut."""
+        """Returns the last lines of output, each shortened to ``MOST_LINE``."""
         with self._lock:
             lines = self._tail.decode(errors="replace").splitlines()[-count:]
         return [

@@ -1,7 +1,6 @@
-"""Starts commands and restarts them until the leader, the first command, ends by
-itself.
+"""Restarts commands on this machine until the leader, the first one, ends by itself.
 
-``kept_run`` is the policy; the commands are processes of this machine.
+``kept_run`` has the rules of restarts.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from whalejax.processes.local_run import LocalRun
 
 
 AT_ONCE_SECONDS: Final = 1.0
-"""Time between the first and the second request to end.
+"""Seconds between the first and the second request to end.
 
-A peer leaves after its step when it is asked once, and at once when it is asked again.
+After the first request, a peer leaves after its step. After the second, it leaves
+immediately.
 """
 
 
@@ -33,9 +33,8 @@ class KeptCommand:
     Attributes:
         name: Unique name.
         command: Words of the command.
-        environment: Environment variables that are added.
-        release: Command that frees what a killed command leaves elsewhere; empty if
-            there is nothing.
+        environment: Additional environment variables.
+        release: Command that frees what a killed command leaves elsewhere, or empty.
     """
 
     name: str
@@ -45,9 +44,7 @@ class KeptCommand:
 
 
 class Keeper:
-    """Keeps programs running until the leader, the first of the list, ends by
-    itself.
-    """
+    """Keeps programs running until the leader, the first one, ends by itself."""
 
     def __init__(
         self,
@@ -60,8 +57,9 @@ class Keeper:
         """Prepares the commands; starts none yet.
 
         Args:
-            programs: Programs; first the leader, which uses this process's output.
-            logs: Folder of one log for each of the others.
+            programs: Programs, the leader first. The leader writes to this process's
+                output.
+            logs: Folder of one log for each other program.
             say: Function that receives a line on each end and restart.
             silent_seconds: Seconds without a heartbeat after which a program is
                 restarted.
@@ -83,7 +81,7 @@ class Keeper:
         )
 
     def run(self) -> int:
-        """Keeps the programs running.
+        """Keeps the programs running until the leader ends.
 
         Returns:
             The leader's exit status; 1 if the run is given up.

@@ -1,8 +1,8 @@
 """Runs a script as Python would, and keeps its exit status.
 
-Python forgets a SystemExit before exit handlers could see it, so that a script that
-ends with ``sys.exit(3)`` would seem to have ended well. It is started by its path and
-imports nothing of this package, so that the script alone decides on imports.
+Exit handlers cannot see a SystemExit in Python, so a script that ends with
+``sys.exit(3)`` would seem to have succeeded. This module is run by its path and imports
+nothing of this package, so that the script alone decides on imports.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Execution of a plan: the compiled step, its training loop and its checkpoints."""
+"""Execution of a plan: the compiled step, its training loop and its profile."""

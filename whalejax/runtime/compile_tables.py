@@ -56,23 +56,24 @@ def compile_tables(
             before it is used, ``"clip"`` takes the nearest row.
         trainable: Selection of trained parameters, as given to ``wh.plan_tables``.
         devices: Devices of the dense part, in node order; None uses all.
-        job: Name, on the command line, of the job whose batches the sparse section of a
-            two-section plan makes for ``SectionsStep.run``.
+        job: Name of a job, as on the command line. The sparse section of a two-section
+            plan makes the job's batches for ``SectionsStep.run``.
         job_settings: Options of that job.
         replace_every: Number of steps after which tables are placed again, if the
-            lookups of these steps show a gain of 5 % of the most loaded device's time;
-            the gain is printed. None counts no lookups.
-        section_run: Hosts of the processes of two sections, and the state that is saved
-            for a successor of this process; None uses this machine and saves nothing.
+            lookups of these steps show a gain of 5 % of the most loaded device's time.
+            The gain is printed. None counts no lookups.
+        section_run: For two sections, hosts of the sparse section's processes, and the
+            state that is saved for a successor of this process. None uses this machine
+            and saves nothing.
 
     Returns:
-        The step; nothing is compiled before its first call. A step of two sections has
-        processes until its ``close``.
+        The step; nothing is compiled before its first call. A step of two sections
+        keeps its processes until ``close``.
 
     Raises:
-        WhaleError: Arguments are invalid; lists all.
-        PlanError: The plan is for another model, batch or machine, or two sections are
-            to run in several processes.
+        WhaleError: Arguments are invalid.
+        PlanError: The plan is for another model, batch or machine. Or it has two
+            sections, and JAX runs in several processes.
     """
     problems = Arguments("wh.compile_tables")
     problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")
@@ -165,7 +166,7 @@ def table_step_of(
         adapter: The model and its loss.
         batch: Global batch, abstract.
         optimizer: Optimizer of the parameters that are not tables.
-        devices: Devices of the plan, which need not be here.
+        devices: Devices of the plan, which may be absent.
     """
     own = tables_plan(plan, batch)
     _check_shapes(own, adapter)
@@ -175,7 +176,7 @@ def table_step_of(
 
 
 def _check_sums(step: TableStep) -> None:
-    """Refuses to train where a compiler sums gradients of repeated rows wrongly."""
+    """Refuses to train if the compiler sums gradients of repeated rows wrongly."""
     wrong, of_all = wrong_sums(step.mesh)
     if wrong:
         kind = step.mesh.devices.flat[0].device_kind
@@ -188,7 +189,7 @@ def _check_sums(step: TableStep) -> None:
 
 
 def _check_host_memory(plan: TablesPlan, step: TableStep) -> None:
-    """Refuses tables in host memory if the compiler copies a table to change a row."""
+    """Refuses tables in host memory if a change of some rows copies the whole table."""
     placed = plan.placement if plan.sections is None else plan.beside
     hosted = {
         shard.table: shard.split
@@ -217,7 +218,7 @@ def _check_host_memory(plan: TablesPlan, step: TableStep) -> None:
 
 
 def _check_program(plan: TablesPlan, step: TableStep) -> None:
-    """Refuses to train a loss with the same tables but another program."""
+    """Refuses a loss with the plan's tables but another program."""
     if plan.program_hash not in ("", program_hash(step.program)):
         raise PlanError(
             "this plan is for another loss: the tables are the same, and the program "

@@ -1,8 +1,4 @@
-"""XLA options of a step: checks them, and writes a note.
-
-The module is separate from ``api.plan`` because the compiler defines their meaning, not
-the planner.
-"""
+"""XLA options of a step: their checks, and the note about them in a plan."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
     """Returns the checked compiler options, with booleans for "true" and "false".
 
     Raises:
-        PlanError: An option has no valid name or value, or is not allowed in a plan;
-            lists all.
+        PlanError: An option has no valid name or value, or is not allowed in a plan.
     """
     problems = Problems("compiler_options", PlanError)
     if isinstance(options, tuple) and all(
@@ -60,7 +55,7 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
 
 
 def option_note(options: Mapping[str, Any]) -> list[str]:
-    """Returns the note on a plan's options; empty without options."""
+    """Returns the note about a plan's options; empty without options."""
     words = ", ".join(f"{name}={value}" for name, value in options.items())
     return [f"compiled with {words}"] if options else []
 
@@ -73,7 +68,8 @@ def compiled_with(
     Args:
         plan: Plan to change.
         options: XLA options of the compiler.
-        precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
+        precisions: (TaskGraph, precision) pairs if only some TaskGraphs compute in 16
+            bits.
     """
     each = (compiled_with(pipeline, options, precisions) for pipeline in plan.pipelines)
     return dataclasses.replace(

@@ -36,11 +36,11 @@ def dense_runner(
 
     Args:
         plan: Plan of the dense part.
-        adapter: The model, without values.
-        program: Loss of the model, cut at its lookups for the global batch.
+        adapter: Abstract model.
+        program: Loss of the model for the global batch, divided at its lookups.
         optimizer: Optimizer of the dense part, or None.
         devices: Devices of the plan, in node order.
-        trains: Executor that trains if this one only evaluates; else None.
+        trains: Executor that trains, if the returned one only evaluates; else None.
 
     Raises:
         PlanError: The devices lack the plan's host memory, or the optimizer's state

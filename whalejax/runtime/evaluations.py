@@ -35,11 +35,12 @@ class Evaluations:
         first: Number of steps before the run.
         metric: Name of the metric whose best checkpoint is saved, or None.
         mode: Better direction of its values, ``"min"`` or ``"max"``.
-        patience: Evaluations in a row without a better value that end the run, or None.
+        patience: Number of evaluations in a row without a better value after which the
+            run ends, or None.
 
     Raises:
-        WhaleError: The folder keeps the best checkpoint of another run, or by another
-            metric or mode.
+        WhaleError: The folder has the best checkpoint of another run, or one chosen by
+            another metric or mode.
 
     Attributes:
         done: (step, metrics by name) of every evaluation, in order.
@@ -92,7 +93,7 @@ class Evaluations:
 
     @property
     def is_over(self) -> bool:
-        """Whether ``patience`` evaluations in a row were not better."""
+        """Whether the last ``patience`` evaluations were not better than the best."""
         return self._patience is not None and self._waited >= self._patience
 
     def run(self, done: int, state: TrainState) -> None:

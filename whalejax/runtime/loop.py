@@ -1,9 +1,8 @@
 """The training loop: asynchronous steps, checkpoints, and a stop at a bad loss.
 
 A step returns before its work is done. The loop reads a loss some steps later, and
-waits only when it measures or saves. This is easy to get wrong (timing the dispatch,
-saving a state whose loss is not yet known), so the command line and scripts share this
-code.
+waits only when it measures or saves. So it measures more than the dispatch of a step,
+and saves no state whose loss is not yet known.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _KEEP: Final = 3
 
 
 Hook = Callable[[int, Mapping[str, Any]], Any]
-"""Function of the number of a step and its values by name, for logging."""
+"""Function that logs values: its arguments are a step's number, and values by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -71,10 +70,11 @@ class LoopResult:
     Attributes:
         state: State after the last step.
         first_step: Number of finished steps of the state at the start.
-        losses: Loss of every step done here, in order.
-        step_seconds: Median seconds of a step without the first two; None without more.
-        checkpoint: Latest checkpoint that was written here, or None.
-        evaluations: (step, metrics by name) of every evaluation done here, in order.
+        losses: Loss of every step of this call, in order.
+        step_seconds: Median seconds of a step, without the first two; None if there
+            were no more.
+        checkpoint: Latest checkpoint that this call wrote, or None.
+        evaluations: (step, metrics by name) of every evaluation of this call, in order.
         best: Checkpoint of the best evaluation so far; None if not requested.
         stopped_early: Whether ``patience`` evaluations in a row were not better.
     """
@@ -128,44 +128,43 @@ def train(
         step: Compiled step from ``wh.compile``.
         state: State to start from; it is donated.
         batches: Function from the number of a step, counted from 0, to its global
-            batch; or an iterable whose next batch is that of the next step, such as a
+            batch. Or an iterable that yields the batch of each step, such as a
             ``wh.Feed``.
         steps: Total number of steps, including those before a resumption.
-        save_dir: Folder of the checkpoints, ``step_000100``; None writes none.
+        save_dir: Folder of checkpoints with names such as ``step_000100``; None writes
+            none.
         save_every: Number of steps between checkpoints; the last step is saved too.
             None takes 100.
         keep: Number of latest checkpoints to keep; None keeps 3.
         eval_batches: Batches of an evaluation: a sequence, or a function that returns
-            new ones each time. Metrics of an evaluation are means over its batches,
+            an iterable each time. Metrics of an evaluation are means over its batches,
             weighted by their samples.
         eval_every: Number of steps between evaluations; None uses ``save_every``. The
             last step is evaluated too.
-        best: Name of the evaluation metric, such as ``"loss"``, whose best checkpoint
-            is kept in addition, as ``best_000100``.
+        best: Name of an evaluation metric, such as ``"loss"``. The checkpoint with its
+            best value is kept in addition, with a name such as ``best_000100``.
         best_mode: Better direction of the metric: ``"min"`` or ``"max"``.
-        patience: Number of evaluations in a row without improvement that ends training;
-            None never ends it.
-        csv: File with a row for each step: loss, metrics, seconds, and evaluations in
-            separate columns. A resumed run appends to it.
-        progress: Whether to show a bar with the remaining time; lines without a
-            terminal.
-        hooks: Functions called for each step with its number and its metrics by name,
-            and for each evaluation with the prefix ``eval/`` of names: ``lambda step,
-            values: wandb.log(values, step=step)``. Only one of several processes calls
-            them.
+        patience: Number of evaluations in a row without improvement after which
+            training ends; None never ends it.
+        csv: File with a row for each step, and columns for its loss, metrics, seconds
+            and evaluation. A resumed run appends to it.
+        progress: Whether to show the progress: as a bar with the remaining time on a
+            terminal, as lines elsewhere.
+        hooks: Functions called with a step's number and values by name, such as
+            ``lambda step, values: wandb.log(values, step=step)``. Values are the
+            metrics of each step, and those of each evaluation with the prefix
+            ``eval/``. Only one of several processes calls them.
         resumed_from: Checkpoint that is never removed, or None.
         on_step: Function called with the ``Progress`` of every step, in order, a few
             steps after it was computed.
         clock: Function that returns monotonic seconds.
-        is_held: Whether the caller has locked ``save_dir`` already
-            (``runtime.resume.hold_folder``); otherwise it is locked here.
+        is_held: Whether the caller has locked ``save_dir`` already by
+            ``state.resume.hold_folder``. If not, it is locked here.
 
     Raises:
-        WhaleError: A loss or a parameter is not finite; the message names the step and
-            the last good checkpoint. Such states are never saved. Or another process
-            has died, which may be detected only while waiting for a loss. Before the
-            first step: a checkpoint to be written exists already, another run saves
-            into the same directory, or arguments are invalid.
+        WhaleError: A loss or a parameter is not finite; such a state is never saved. Or
+            another process has died. Or, before the first step, arguments are invalid,
+            a checkpoint to be written exists already, or another run uses the folder.
     """
     settings = dict(locals())
     del settings["state"], settings["batches"]
@@ -261,7 +260,7 @@ class _Run:
         losses, windows = self.losses, self.windows
         try:
             for done in range(first + 1, steps + 1):
-                if self.evaluations.is_over:  # An earlier run stopped early.
+                if self.evaluations.is_over:  # if an earlier run has stopped early
                     done -= 1
                     break
                 state, metrics = self.step(state, batch_of(done - 1))
@@ -292,11 +291,11 @@ class _Run:
         )
 
     def _paused(self, done: int, state: TrainState) -> Path | None:
-        """Evaluates and saves if due after a step; returns the checkpoint or None."""
+        """Evaluates and saves if due after a step; returns a new checkpoint or None."""
         checkpoint = None
         if self.folder is not None:
             _check_parameters(self.step, state, done)
-        # Evaluates first: if it is interrupted, a resumed run repeats the evaluation.
+        # Evaluate first: after an interruption a resumed run repeats the evaluation.
         if self.rhythm.evaluates(done):
             self.evaluations.run(done, state)
         if self.folder is not None and self.rhythm.saves(done):
@@ -341,8 +340,8 @@ def _batch_function(
     place = getattr(batches, "step", first)
     if is_whole(place) and place != first:
         raise WhaleError(
-            f"batches comes to step {place} next, and the state has {first} steps "
-            "behind it: samples would be seen again, or left out. Make it with "
+            f"batches comes to step {place} next, and the state has {first} finished "
+            "steps: samples would be repeated or left out. Make it with "
             f"wh.Feed(…, first_sample=state.samples), or first={first}"
         )
     if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
@@ -413,7 +412,7 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
 
 
 def _check_without_folder(problems: Arguments, given: Mapping[str, Any]) -> None:
-    """Records options of checkpoints, which have no effect without a folder."""
+    """Refuses options of checkpoints if there is no folder for them."""
     evaluates = given["eval_batches"] is not None
     needing = ["keep", *(["best"] if evaluates else ["save_every"])]
     for name in needing:
@@ -455,8 +454,8 @@ def _finite(leaves: list[Any]) -> list[Any]:
 
 
 def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
-    """Raises if a parameter is not finite; a loss does not cover the last update."""
-    # Stage programs have their parameters on separate devices.
+    """Raises if a parameter is not finite, which a finite loss does not exclude."""
+    # With stage programs, parameters are on separate devices.
     places: dict[Any, dict[str, jax.Array]] = {}
     leaves = jax.tree.leaves(state.params)
     for planned, leaf in zip(step.plan.trained, leaves, strict=True):
@@ -507,8 +506,8 @@ def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
         _remove_leftovers(save_dir)
         for path in checkpoints(save_dir)[keep:]:
             if path != protected:
-                # Renamed first, so that an incomplete folder never has a checkpoint's
-                # name.
+                # Rename it first: a partly removed folder must not have a
+                # checkpoint's name.
                 path.rename(path.with_name(f"{path.name}.deleted"))
         _remove_leftovers(save_dir)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Checks that a plan matches the machine and the model.
 
-It compares hashes and shapes before anything compiles, as a compiler's message would
-not use the user's terms.
+It compares hashes and shapes before anything compiles, because compiler messages do not
+use the user's terms.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         devices: Devices in node order, or None.
 
     Raises:
-        PlanError: The plan has other hardware, another order of kinds, or another
-            number of devices; or given devices are none, or repeated.
+        PlanError: The plan is for other hardware, another order of kinds, or another
+            number of devices. Or ``devices`` is empty or has duplicates.
     """
     if isinstance(devices, Iterator):
         devices = list(devices)
@@ -74,8 +74,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
     if not chosen:
         _check_places(plan.cluster, result)
     if not chosen and len(result) == plan.cluster.num_devices:
-        result = result[: plan.num_devices]  # the plan may leave devices idle
-    numbers = Counter(map(id, result))  # each device is one object
+        result = result[: plan.num_devices]
+    numbers = Counter(map(id, result))
     if twice := dict.fromkeys(str(d) for d in result if numbers[id(d)] > 1):
         raise PlanError(
             f"devices has {', '.join(twice)} more than once; expected "
@@ -103,7 +103,7 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
 
 
 def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
-    """Whether devices match a cluster; kinds outside the catalogue are not checked."""
+    """Returns whether devices match a cluster, if the catalogue knows their kinds."""
     from whalejax.meshes.catalogue import entries, entry_of_device
 
     present = [entry_of_device(device.device_kind) for device in devices]
@@ -113,7 +113,7 @@ def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
 
 
 def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
-    """Refuses devices whose kind differs from the plan's at the same position."""
+    """Refuses devices of another kind than the plan has at the same position."""
     from whalejax.meshes.catalogue import entries, entry_of_device
 
     kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
@@ -136,7 +136,7 @@ def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
     Args:
         plan: Plan to run.
         batch: Global batch, abstract or real.
-        batch_axes: Batch dimension of its leaves.
+        batch_axes: Batch dimension of each leaf of the batch.
 
     Raises:
         WhaleError: The batch is invalid or differs from the plan's.
@@ -159,14 +159,14 @@ def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
     """Raises if trained parameters have other shapes than a plan's.
 
-    It is used if the loss cannot be traced, as these shapes may be the cause.
+    It is called if the loss cannot be traced, because other shapes may be the cause.
 
     Args:
         plan: Plan to run.
         adapter: Model to run.
 
     Raises:
-        PlanError: Shapes differ; lists the leaves.
+        PlanError: Shapes differ.
     """
     problems = Problems()
     leaves = jax.tree.leaves(adapter.params)
@@ -187,19 +187,19 @@ def _shape(leaf: Any) -> list[int]:
 def check_same_model(
     plan: Plan, captured: Captured, example: Any, *, trains: bool = True
 ) -> None:
-    """Raises if a plan was made for another model or batch, and lists the differences.
+    """Raises if a plan was made for another model or batch.
 
-    It warns of another loss on the same model: its operations may differ only because
-    another version of JAX traced them.
+    For another loss on the same model it only warns, because operations may also differ
+    if another version of JAX traced them.
 
     Args:
         plan: Plan to run.
         captured: Captured loss of the model to run.
         example: Global batch of the model.
-        trains: Whether the loss is trained; an evaluation may have another.
+        trains: Whether to train the loss. If not, another loss is allowed.
 
     Raises:
-        PlanError: The model or batch differs; lists all leaves.
+        PlanError: The model or batch differs.
     """
     problems = Problems()
     planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
@@ -244,10 +244,10 @@ def check_planned_state(
 ) -> None:
     """Refuses an optimizer whose state differs in size from the plan's.
 
-    For a plan without optimizer state it warns that the memory lacks the state.
+    If the plan has no optimizer state, it warns that more memory is needed.
 
     Raises:
-        PlanError: The sizes differ; the message states both.
+        PlanError: The sizes differ.
     """
     planned = plan.optimizer_bytes
     if planned is None or optimizer is None:
@@ -274,7 +274,7 @@ def check_host_memory(plan: Plan, device: Any) -> None:
     """Refuses a plan with offload if the devices cannot access host memory.
 
     Raises:
-        PlanError: They have no such memory.
+        PlanError: The devices cannot access host memory.
     """
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST_MEMORY not in kinds:

@@ -1,6 +1,6 @@
 """Compares a plan's predicted traffic with the compiled program's.
 
-Verification passes the traffic of compiled programs, profiling that of executed ones.
+Verification and profiling use this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.planner.plan_data import PlanData
 
 
 CLOSE = 0.05
-"""Largest relative difference at which traffic counts as planned."""
+"""Maximum relative difference at which traffic counts as planned."""
 
 Axes = tuple[str, ...]
 
@@ -26,14 +26,14 @@ _LIBRARIES = ("site-packages", "dist-packages", _OURS, "/lib/python")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """A quantity with its predicted and compiled value.
+    """A quantity with its predicted value, and its value in the compiled program.
 
     Attributes:
         name: Name of the quantity.
-        predicted, compiled: Values, or None.
+        predicted, compiled: Both values; None if unknown.
         unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
-        predicted_count, compiled_count: Predicted and compiled executions of a
-            collective.
+        predicted_count, compiled_count: Number of executions of a collective in a step,
+            predicted and compiled.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Quantity:
 
     @property
     def difference(self) -> float | None:
-        """Predicted over compiled, minus one.
+        """Ratio of predicted to compiled value, minus one.
 
-        It is 0 if both are 0, and None if only one is, or if one is missing.
+        It is 0 if both values are 0. It is None if only one value is 0 or is missing.
         """
         if not self.predicted or not self.compiled:
             return 0.0 if self.predicted == self.compiled == 0 else None
@@ -56,10 +56,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something in the compiled program that is not in the plan.
+    """A property of the compiled program that the plan lacks, such as a collective.
 
     Attributes:
-        what: Description.
+        what: Description of the property.
         nbytes: Bytes moved or stored in one step on one device; 0 if unknown.
         name: Name stack of the operation.
         place: Line of the user's code, as ``file:line``, or empty.
@@ -72,7 +72,7 @@ class Finding:
 
 
 def planned_bytes(plan: PlanData) -> Counter[str]:
-    """Returns a plan's payload bytes of a step, by kind and mesh axes."""
+    """Returns the planned payload bytes of a step, by collective and mesh axes."""
     result: Counter[str] = Counter()
     for c in plan.collectives:
         name = traffic_name(c.kind, _ordered(c.axes, plan))
@@ -83,7 +83,7 @@ def planned_bytes(plan: PlanData) -> Counter[str]:
 def compared_traffic(
     plan: PlanData, traffic: Sequence[Mapping[str, Any]]
 ) -> tuple[Quantity, ...]:
-    """Returns predicted and compiled bytes and executions, by kind and mesh axes.
+    """Returns predicted and compiled traffic, by kind of collective and mesh axes.
 
     Args:
         plan: Plan that was compiled.
@@ -131,15 +131,16 @@ def unplanned_traffic(
 ) -> tuple[Finding, ...]:
     """Returns at most five collectives over axes with more traffic than planned.
 
-    The sums over the axes are exact; which collectives exceed the plan is only a hint,
-    as they are matched by size and the compiler merges and splits them. Kinds that the
-    plan lacks over their axes come first, then the largest.
+    The total traffic over the axes is exact. Which collectives exceed the plan is only
+    a hint: they are matched by size, and the compiler merges and splits collectives.
+    Kinds that the plan lacks over the axes come first, and then the largest ones.
 
     Args:
         plan: Plan that was compiled.
         quantities: Comparison of its traffic by ``compared_traffic``.
-        traffic: Argument of ``compared_traffic``, also with ``name`` and ``places``.
-        least: Fraction of all traffic above which a collective is listed.
+        traffic: Argument of ``compared_traffic``; each entry also has ``name`` and
+            ``places``.
+        least: Minimum fraction of all traffic of a listed collective.
     """
     sums: dict[str, list[float]] = {}
     for q in quantities:
@@ -189,8 +190,9 @@ def traffic_name(kind: str, axes: Axes) -> str:
 
 
 def own_place(places: Sequence[str]) -> str:
-    """Returns the innermost line outside libraries, else in ``models``, else any; empty
-    without one.
+    """Returns the innermost line of user code, or one of ``models`` or a library.
+
+    The text is empty if there is no line.
     """
     plain = [p for p in places if not p.startswith("<")]
     own = [p for p in plain if not any(part in p for part in _LIBRARIES)]

@@ -1,7 +1,6 @@
 """Progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
-Under continuous integration nothing is shown. The caller uses ``Meter.show`` after
-every step, for any kind of output.
+Under continuous integration nothing is shown.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PLAIN_WIDTH = 110
 def make_console(*, quiet: bool = False) -> Console:
     """Returns a console on standard output, as wide as the terminal or ``COLUMNS``.
 
-    Other outputs have no colour, and by default are wide enough for a table.
+    An output that is not a terminal has no colour, and is wide enough for a table.
 
     Args:
         quiet: Whether to print nothing.
@@ -60,10 +59,10 @@ def unattended() -> bool:
 class Meter:
     """Progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
-    Used as a context manager. Under continuous integration nothing is shown.
+    It is a context manager. Under continuous integration nothing is shown.
 
     Args:
-        console: Console for the output; a quiet one shows nothing.
+        console: Console for the output; a quiet console shows nothing.
         title: Title such as ``"training"``.
         first: Number of earlier steps.
         steps: Total number of steps.
@@ -109,7 +108,7 @@ class Meter:
 
         Args:
             step: Number of finished steps.
-            words: Further text of the line.
+            words: Additional text of the line.
         """
         if not self._shows:
             return

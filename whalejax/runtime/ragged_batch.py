@@ -1,9 +1,9 @@
 """Evaluation of a batch with fewer samples than planned, such as an epoch's last one.
 
-A plan's programs accept only full batches. The samples are evaluated in passes. Each
+A plan's programs accept only full batches, so the samples are evaluated in passes. Each
 pass takes a number of samples that divides the batch size, and repeats them to fill a
-batch: all have equal weight, so the pass returns their mean. Passes are combined by
-their number of samples.
+batch. All samples have equal weight, so the pass returns their mean. The results of
+passes are weighted by their numbers of samples.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def repeated(
     Args:
         leaves: Leaves of the batch.
         axes: Batch dimension of each leaf.
-        first, count: First sample and number of samples.
+        first, count: Index of the first sample, and number of samples.
         size: Number of samples of a full batch.
     """
     rows = first + np.arange(size) % count
@@ -102,8 +102,7 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
         whole: Number of samples of a full batch.
 
     Raises:
-        PlanError: The loss is not a mean, or a value cannot be combined; lists all
-            reasons.
+        PlanError: The loss is not a mean, or a reported value cannot be combined.
     """
     problems = Problems(kind=PlanError)
     for _, count in passes(samples, whole):
@@ -111,7 +110,7 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
         if result.reason is not None:
             problems.add(reason_text(result.reason))
         elif result.runs > 1:
-            problems.add(f"the loss parts the batch into {result.runs} runs")
+            problems.add(f"the loss divides the batch into {result.runs} runs")
     for text in captured.apart().mismatch_messages():
         problems.add(text)
     problems.raise_if_any(
@@ -184,7 +183,7 @@ class _PassCombiner:
         return total / sum(self.counts)
 
     def mean(self, *values: Any) -> Any:
-        """Returns the weighted mean; skips values of zero weight, which may be NaN."""
+        """Returns the weighted mean, without values of weight 0, which may be NaN."""
         pairs = zip(values, self.weights, strict=True)
         total = sum(
             jnp.where(weight != 0, x * weight.astype(x.dtype), jnp.zeros_like(x))

@@ -1,7 +1,7 @@
 """Records of a training loop: a table of steps, and the best checkpoint.
 
-A resumed run continues both: rows of repeated steps are replaced, and a checkpoint
-remains the best until another one is better.
+A resumed run continues both. It replaces rows of repeated steps, and keeps the best
+checkpoint until another one is better.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whalejax.runtime.progress_meter import Meter, make_console, progress_words
 
 
 BEST_FILE = "best.json"
-"""Name of the file that names the best checkpoint."""
+"""Name of the file that has the name of the best checkpoint."""
 
 
 class StepTable:
@@ -65,11 +65,11 @@ class StepTable:
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds the row of a step.
 
-        The columns are those of the first row. If a later row has new columns, the file
-        is rewritten with them.
+        The first row defines the columns. If a later row has more columns, the file is
+        rewritten with them.
 
         Args:
-            row: Values by column; ``step`` is the first.
+            row: Values by column; ``step`` is the first column.
 
         Raises:
             WhaleError: The file cannot be written.
@@ -123,7 +123,7 @@ def host_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Records:
-    """Outputs of a training loop: hooks, a table, a bar.
+    """Outputs of a training loop: hooks, a table and a progress bar.
 
     Args:
         step: Compiled step.
@@ -131,9 +131,9 @@ class Records:
         steps: Total number of steps.
         csv: File of the table, or None.
         progress: Whether to show a bar.
-        hooks: Functions of the number of a step and its values by name.
-        on_step: Function of the progress of each step, called in every process.
-        opened: Stack that receives the contexts to close.
+        hooks: Functions called with the number of a step and its values by name.
+        on_step: Function called in every process with the progress of each step.
+        opened: Stack that receives the contexts to close at the end.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Records:
         """Reports the result of an evaluation.
 
         Args:
-            step: Number of the step that it followed.
+            step: Number of the step after which the evaluation ran.
             metrics: Means by name.
         """
         named = {f"eval/{name}": value for name, value in metrics.items()}
@@ -227,7 +227,7 @@ class BestCheckpoint:
         mode: Better direction of its values, ``"min"`` or ``"max"``.
         value: Value of the metric.
         path: Path of the checkpoint.
-        waited: Number of later evaluations, all of them no better.
+        waited: Number of later evaluations, none of which was better.
     """
 
     step: int
@@ -239,7 +239,7 @@ class BestCheckpoint:
 
 
 def check_folder(name: str, save_dir: object) -> None:
-    """Refuses what is no path of a folder.
+    """Refuses an argument that is not a path of a folder.
 
     Args:
         name: Name of the called function.
@@ -298,7 +298,7 @@ def keep_best(
 ) -> None:
     """Saves a checkpoint as the best one, and removes the previous one.
 
-    After any interruption, the file names a complete checkpoint.
+    After an interruption at any point, the file still names a complete checkpoint.
 
     Args:
         save_dir: Folder of the run's checkpoints.
@@ -307,7 +307,7 @@ def keep_best(
         writes: Whether this process writes the file and removes old checkpoints.
     """
     if writes and found.path.exists():
-        shutil.rmtree(found.path)  # of a run that ended before it wrote the file
+        shutil.rmtree(found.path)  # left by a run that ended before it wrote the file
     save(found.path)
     if not writes:
         return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def runner_of(plan: Plan) -> Callable[..., Runner]:
-    """Returns the class of a plan's runner."""
+    """Returns the class that runs a plan."""
     if plan.pipelines:
         from whalejax.lowering.uneven.pipeline_executor import UnevenPipelinesExecutor
 
@@ -51,7 +51,7 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
 
 
 def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> CompiledStages:
-    """Returns the compiled stage programs.
+    """Compiles the stage programs of a runner, and runs nothing.
 
     Args:
         runner: Runner of a plan with stage programs.

@@ -1,10 +1,10 @@
 """The compiled step of a plan whose tables are in separate processes.
 
-It has the methods of any step with tables, but a call puts a batch into the pipeline of
-both sections and returns at once. Reading metrics or the state waits until the sections
-have finished the step.
+It has the methods of any step with tables. But a call only puts a batch into the
+pipeline of both sections, and returns immediately. Reading metrics or the state waits
+until the sections have finished the step.
 
-The module is long because it has all public methods of such a step.
+The module is long because it has all public methods of the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from whalejax.user_code.ambient_mesh import without_mesh
 
 
 class PipelineMetrics(Mapping[str, Any]):
-    """Metrics of a step; reading one waits until the step is done."""
+    """Metrics of a step; reading a value waits until the step is done."""
 
     def __init__(self, pipeline: Pipeline, work: Work) -> None:
         """Stores the step; waits for nothing.
@@ -73,8 +73,8 @@ class PipelineMetrics(Mapping[str, Any]):
 class PipelineState:
     """The state after steps that may be in flight.
 
-    A step donates it and returns the next one. Reading its arrays waits until those
-    steps are done and their updates applied.
+    A step donates its state and returns the next one. Reading the state's arrays waits
+    until all its steps are done and their updates are applied.
 
     Attributes:
         step: Number of steps, including those in flight.
@@ -124,7 +124,7 @@ class SectionReport:
     Attributes:
         sections: Sections of the plan.
         measured: Sections with measured times.
-        lags: Number of lookups, by the number of updates that they lacked.
+        lags: Number of lookups, by the number of updates missing at the lookup.
         replaced: Number of processes that were replaced.
     """
 
@@ -140,7 +140,7 @@ class SectionReport:
 
     @property
     def over_bound(self) -> int:
-        """Number of lookups that lacked more updates than planned; expected to be 0."""
+        """Number of lookups that missed more updates than planned; should be 0."""
         most = self.sections.staleness
         return sum(count for lag, count in self.lags.items() if not 0 <= lag <= most)
 
@@ -160,12 +160,12 @@ class SectionReport:
 class SectionsStep(TableStep):
     """A plan of two sections, compiled: call it with a state and a global batch.
 
-    Its processes run until ``close``, which ``with`` calls at its end.
+    Its processes run until ``close``. As a context manager, it calls ``close``.
 
     Attributes:
-        pipeline: Pipeline of both sections. If states are saved, their folder may be
-            that of a killed process: ``resume`` returns its state.
-        beside: Lookups and updates of the tables on the devices, or None.
+        pipeline: Pipeline of both sections. Its folder of saved states may have the
+            state of a killed process, which ``resume`` returns.
+        beside: Lookups and updates of the tables that are on devices, or None.
     """
 
     def __init__(
@@ -179,8 +179,9 @@ class SectionsStep(TableStep):
 
         Args:
             given: Arguments of ``TableStep``, unchanged.
-            job: Name and settings of the job whose batches the processes make.
-            run: Hosts of the processes, and the state that is saved.
+            job: Name and settings of the job whose batches the processes make, or None.
+            run: Hosts of the processes, and the state that is saved; default: this
+                machine, and no state.
             settings: Other arguments of ``Pipeline``.
         """
         self._job, self._settings, self._run = job, settings, run
@@ -205,7 +206,7 @@ class SectionsStep(TableStep):
 
     @property
     def steps_in_flight(self) -> int:
-        """Number of steps after which a loss is read, so that no section waits."""
+        """Number of steps after which a loop reads a loss, so that no section waits."""
         return self.sections.queue_depth
 
     def _make_layout(
@@ -250,7 +251,6 @@ class SectionsStep(TableStep):
         )
 
     def _result_shardings(self) -> Any:
-        """Returns None: no table of a dense section is in host memory."""
         return None
 
     @property
@@ -262,7 +262,7 @@ class SectionsStep(TableStep):
         return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
-        """Ends the processes; a state that was not saved is lost."""
+        """Ends the processes; an unsaved state is lost."""
         self.pipeline.close()
 
     # State that outlives this process.
@@ -271,8 +271,7 @@ class SectionsStep(TableStep):
     def resume(self) -> TablesState | None:
         """Returns the state that a previous process saved, or None.
 
-        Steps since then are repeated. Call it before ``init``, which starts from
-        scratch.
+        Later steps are repeated. Call it before ``init``, which starts a new state.
 
         Raises:
             WhaleError: The saved state is of another model or optimizer.
@@ -292,7 +291,7 @@ class SectionsStep(TableStep):
             self._kept.forget()
 
     def _without_remote(self, sections: Any) -> Any:
-        """Returns the sections of a checkpoint without the tables in processes."""
+        """Returns a checkpoint's arrays without the tables in processes."""
         beside = self.plan.beside
         names = set() if beside is None else {table.name for table in beside.tables}
         return {
@@ -303,7 +302,7 @@ class SectionsStep(TableStep):
         }
 
     def _keep(self, state: PipelineState) -> None:
-        """Saves the state after all steps so far, if due; processes save their rows."""
+        """Saves the state after all steps so far, and the processes' rows, if due."""
         if self._kept is None or self._run is None or self._run.keep_every is None:
             return
         if state.step % self._run.keep_every:
@@ -399,10 +398,10 @@ class SectionsStep(TableStep):
 
         Args:
             state: State after the previous step; its buffers are donated.
-            steps: Number of steps; they continue those of the state.
+            steps: Number of steps to run.
 
         Yields:
-            The state and metrics of each step, as calls return them.
+            The state and metrics of each step, as from a call.
 
         Raises:
             PlanError: The step was compiled without an optimizer.
@@ -458,8 +457,8 @@ class SectionsStep(TableStep):
         """Returns the loss and metrics of a batch; changes nothing.
 
         Args:
-            state: State to evaluate, not donated. Steps in flight end first.
-            batch: Global batch, laid out like that of a step.
+            state: State to evaluate; it is not donated. Steps in flight end first.
+            batch: Global batch, in the same form as for a step.
         """
         self._evaluator  # noqa: B018  (traced before the program that it is a part of)
         leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
@@ -553,7 +552,7 @@ class SectionsStep(TableStep):
         return self._dense_metrics(state, batch, vectors)
 
     def place(self, state: Any, placement: Any) -> TablesState:
-        """Refuses to move tables: those in processes stay where they are.
+        """Refuses to move tables, because tables in processes cannot move.
 
         Raises:
             PlanError: Always.
@@ -569,10 +568,10 @@ class SectionsStep(TableStep):
 
         Args:
             state: State of the other step; it is not donated.
-            step: Step of the state, not this one.
+            step: Step of the state; another step than this one.
 
         Raises:
-            PlanError: The state is this step's, or another model's or optimizer's.
+            PlanError: The state is this step's, or of another model or optimizer.
         """
         if step is self:
             raise PlanError("the state is of this step already. Go on with it")
@@ -581,7 +580,7 @@ class SectionsStep(TableStep):
     # Measurements.
 
     def report(self) -> SectionReport:
-        """Returns the times of both sections so far, and the lags of updates.
+        """Returns the times of both sections so far, and the lags of lookups.
 
         Times of the first steps include compilation; ``forget_times`` resets them.
         """
@@ -619,7 +618,7 @@ _CONSUMED = (
 
 
 def check_job(problems: Arguments, job: Any, settings: Any) -> None:
-    """Records problems in the name of a job and in its settings.
+    """Collects problems in the name of a job and in its settings.
 
     Args:
         problems: Collector of problems.

@@ -1,7 +1,7 @@
 """The compiled step of a plan with tables whose dense part has stage programs.
 
-Lookups and updates are programs of all devices, before and after those of the stages.
-Vectors go to the stages that read them, and their gradients come back from there.
+Lookups run before the stage programs, and updates after them; both are programs of all
+devices. Vectors go to the stages that read them, and gradients come back from there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from whalejax.runtime.table_step import TablesState, TableStep, with_tables
 
 @names_arguments("StagedTableStep", instance="step")
 class StagedTableStep(TableStep):
-    """A plan with tables and stage programs, compiled: call it with a state and a
-    global batch.
-    """
+    """A compiled plan with tables and stage programs."""
 
     def _make_programs(self) -> tuple[Any, Any]:
         programs = (self.programs, self.programs.plain)
@@ -73,7 +71,7 @@ class StagedTableStep(TableStep):
         return metrics
 
     def lower(self, state: TablesState, batch: Any) -> Any:
-        """Refuses to lower, as there is no single program.
+        """Refuses to lower, because there is no single program.
 
         Args:
             state, batch: Arguments of a step, unused.
@@ -85,7 +83,7 @@ class StagedTableStep(TableStep):
         return self.lower_shapes()
 
     def lower_shapes(self) -> Any:
-        """Refuses to lower, as there is no single program.
+        """Refuses to lower, because there is no single program.
 
         Raises:
             PlanError: Always.

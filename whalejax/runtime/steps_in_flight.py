@@ -1,7 +1,7 @@
 """Steps in flight, and the measured time of a step.
 
-A step returns before its work is done. Losses are read some steps later, and time is
-measured between two moments at which no step is in flight.
+A step returns before its work is done, and is in flight until then. Losses are read
+some steps later. Time is measured between two moments without a step in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.runtime.run_records import host_values
 
 
 STEPS_IN_FLIGHT: Final = 2
-"""Number of steps after which a loss is waited for."""
+"""Number of steps after which the loop waits for a loss."""
 
 _WARM_UP_STEPS: Final = 2
 _WINDOW_SECONDS: Final = 4.0
@@ -32,7 +32,7 @@ class Progress:
     """Progress of a run when the loss of a step arrives.
 
     Attributes:
-        step: Number of finished steps, this one included.
+        step: Number of finished steps, including this one.
         loss: Loss of this step.
         step_seconds: Seconds of a step in the latest measured window, or None.
         metrics: All metrics of the step by name, including ``loss``; scalars as floats,
@@ -55,9 +55,9 @@ class NotFiniteError(Exception):
 
 
 def is_divergent(loss: float, metrics: Mapping[str, Any]) -> bool:
-    """Whether the loss of a step shows that training cannot go on.
+    """Returns whether the loss of a step is not finite, so that training must stop.
 
-    With a loss scale such a step changed nothing, and a smaller scale is tried.
+    With a loss scale above 1 it returns False: such a step only lowers the scale.
 
     Args:
         loss: Loss of the step.
@@ -68,7 +68,7 @@ def is_divergent(loss: float, metrics: Mapping[str, Any]) -> bool:
 
 
 class LossesInFlight:
-    """Losses in order; those still being computed are in flight."""
+    """Losses of steps in flight, in order."""
 
     def __init__(self, tell: Callable[[Progress], None], most_in_flight: int) -> None:
         self._most_in_flight = most_in_flight
@@ -78,7 +78,7 @@ class LossesInFlight:
         self._tell = tell
 
     def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of a started step; waits if too many are in flight.
+        """Adds the metrics of a started step; waits if too many steps are in flight.
 
         Args:
             step: Number of the step.
@@ -92,12 +92,12 @@ class LossesInFlight:
             self._take()
 
     def wait(self) -> None:
-        """Waits for everything in flight."""
+        """Waits for all steps in flight."""
         for step, metrics in self._in_flight:
             _arrived(step, metrics["loss"])
 
     def take_all(self) -> None:
-        """Receives, checks and reports everything in flight."""
+        """Receives, checks and reports the losses of all steps in flight."""
         while self._in_flight:
             self._take()
 
@@ -118,7 +118,7 @@ class LossesInFlight:
 
 
 def _arrived(step: int, loss: Any) -> float:
-    """Waits for the loss of a step; a failed process may be detected only here."""
+    """Waits for the loss of a step; reports a process that is lost meanwhile."""
     try:
         return float(loss)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -128,9 +128,9 @@ def _arrived(step: int, loss: Any) -> float:
 
 
 class StepTimer:
-    """Measures step times over windows that start and end with nothing in flight.
+    """Measures step times over windows that start and end with no step in flight.
 
-    The first steps are excluded: they compile and fill caches.
+    The first steps are excluded, because they compile and fill caches.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -139,7 +139,7 @@ class StepTimer:
         self._seconds: list[float] = []
 
     def is_due(self, done: int) -> bool:
-        """Whether to wait for the steps in flight and call ``close`` now."""
+        """Returns whether to wait for the steps in flight and then call ``close``."""
         if self._opened is None:
             return done >= _WARM_UP_STEPS
         return self._clock() - self._opened[1] >= _WINDOW_SECONDS
@@ -150,9 +150,9 @@ class StepTimer:
             self._opened = (done, self._clock())
 
     def close(self, done: int) -> float | None:
-        """Ends the window, starts the next, and returns the latest step seconds.
+        """Ends the window, starts the next, and returns the latest seconds of a step.
 
-        They are None if no step was measured yet.
+        It returns None if no step was measured yet.
         """
         if self._opened is not None and done > self._opened[0]:
             count = done - self._opened[0]
@@ -162,8 +162,8 @@ class StepTimer:
         return self._seconds[-1] if self._seconds else None
 
     def median_seconds(self) -> float | None:
-        """Returns the median over measured steps, or None without any.
+        """Returns the median seconds of measured steps, or None without any.
 
-        Each step counts with the mean of its window.
+        The time of a step is the mean of its window.
         """
         return statistics.median(self._seconds) if self._seconds else None

@@ -1,7 +1,7 @@
 """Copies of states with tables, in parts that any placement can read.
 
-A process writes the rows of its devices with their numbers. It reads the rows that its
-devices will hold. No process has a complete table, and nothing is exchanged.
+A process writes the rows of its devices, with the numbers of the rows. Later it reads
+the rows that its devices then need. No process needs memory for a complete table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whalejax.tables.row_ranges import Rows, common_rows
 
 
 _NUMBERS = "row numbers"
-"""Section of the row numbers of shards that are no ranges."""
+"""Section of the row numbers of shards whose rows are not consecutive."""
 
 
 class CopiedTableStates:
@@ -72,7 +72,7 @@ class CopiedTableStates:
             found: Parts of all processes.
 
         Raises:
-            BadCopies: They belong to another state, or are damaged.
+            BadCopies: The parts belong to another state, or are damaged.
         """
         step, store = self._step, self._step.store
         abstract = step._abstract_state()

@@ -1,8 +1,7 @@
-"""Processes that share a step with tables: agreement, batches, and decisions of one.
+"""Processes that share a step with tables: their checks, batches and common decisions.
 
 Every process has some of the mesh's devices and runs the same programs in the same
-order. A step of a single process uses the same functions, which then compare and
-exchange nothing.
+order. With a single process, these functions compare and exchange nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class TableProcesses:
             optimizer: Optimizer of the dense part.
 
         Raises:
-            PlanError: Processes differ, or did not arrive in time; lists their numbers.
+            PlanError: Processes differ, or did not call this in time.
         """
         if self._is_checked or not self.are_several:
             return
@@ -80,17 +79,16 @@ class TableProcesses:
         self._agreement.check(given, lambda: loss, plan=whole_plan(plan))
 
     def run(self, program: Callable[..., Any], *given: Any) -> Any:
-        """Runs a program of all devices, and reports the loss of a process by name.
+        """Runs a program of all devices, and names a process that is lost meanwhile.
 
-        On CPUs it waits for the result if processes are several, as ``run_alone``
-        explains.
+        With several processes on CPUs it waits for the result; see ``run_alone``.
 
         Args:
             program: Compiled function of arrays.
             given: Arguments of the function.
 
         Raises:
-            WhaleError: Another process is gone.
+            WhaleError: Another process was lost.
         """
         with self._watch.step():
             result = run_alone(lambda given: program(*given), given, self._mesh)
@@ -105,7 +103,7 @@ class TableProcesses:
         Args:
             batch: Samples of this process, or global arrays.
             planned: Abstract global batch.
-            shardings: Sharding of each leaf; further ones are not read.
+            shardings: Sharding of each leaf; surplus shardings are not used.
 
         Raises:
             PlanError: A leaf has another structure, shape or type than planned.
@@ -121,15 +119,15 @@ class TableProcesses:
         return layout.place(batch)
 
     def first_replacement(self, find: Callable[[], Replacement]) -> Replacement:
-        """Returns the replacement that the first process finds, in all of them.
+        """Returns in all processes the replacement that the first process finds.
 
-        A search that is limited by time may end differently in each process.
+        The search has a time limit, so it may end differently in each process.
 
         Args:
             find: Function that searches for a placement.
 
         Raises:
-            WhaleError: The search failed; raised in all processes.
+            WhaleError: The search failed; all processes raise it.
         """
         if not self.are_several:
             return find()
@@ -150,7 +148,7 @@ class TableProcesses:
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """Returns an array or random key on devices, some of which may be other processes'.
+    """Returns an array or random key on devices, even on those of other processes.
 
     Args:
         leaf: Value, equal in all processes, or a global array; it is copied.
@@ -166,11 +164,11 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def rows_here(sharding: NamedSharding, samples: int) -> np.ndarray:
-    """Returns the samples of a global batch that this process's devices have, in order.
+    """Returns the indices of the samples on this process's devices, in order.
 
     Args:
-        sharding: Sharding of the batch by samples.
-        samples: Number of samples.
+        sharding: Sharding of the global batch by samples.
+        samples: Number of samples of the global batch.
     """
     parts = sharding.addressable_devices_indices_map((samples,)).values()
     numbers = np.arange(samples)

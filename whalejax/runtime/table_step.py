@@ -1,8 +1,8 @@
 """The compiled step of a model with tables: ``wh.compile_tables`` and its state.
 
-Lookups, the dense part and updates are one ``jax.jit`` program in three sections, which
-``whalejax.tables.programs`` defines. Ids are checked before a step runs, as indexing an
-array accepts any id.
+Lookups, the dense part and updates are three sections of one ``jax.jit`` program, which
+``whalejax.tables.programs`` defines. Ids are checked before a step runs, because
+indexing an array accepts any id.
 
 The module is long because ``TableStep`` has all public methods of a step.
 """
@@ -60,7 +60,7 @@ from whalejax.user_code.ambient_mesh import without_mesh
 
 
 _WORTH: Final = 0.05
-"""Smallest gain for a new placement, as a fraction of the most loaded rank's time."""
+"""Minimum gain of another placement, as a fraction of the most loaded rank's time."""
 
 
 @functools.partial(
@@ -97,25 +97,25 @@ class TablesState:
 
     @property
     def samples(self) -> None:
-        """None: samples are not counted, as each step takes a full batch."""
+        """None: each step takes a full batch, so samples are not counted."""
         return None
 
 
 @names_arguments("TableStep", instance="step")
 class TableStep:
-    """A plan with tables, compiled: call it with a state and a global batch.
+    """A compiled plan with tables, which is called with a state and a global batch.
 
     Attributes:
         plan: Plan of the step.
         program: Loss, divided at its lookups.
         runner: Executor of the dense part.
-        mesh: Devices, with the axes that divide lookups.
+        mesh: Mesh of the devices, with the axes over which lookups are divided.
         programs: Sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
         store: Store that moves tables to the devices and back.
         adapter: Adapter that divides the model into parameters and other state.
-        crowded_steps: Number of steps whose batch needed more distinct rows of another
-            device than planned, so that vectors were exchanged by sample.
+        crowded_steps: Number of steps in which a device needed more distinct rows of
+            another device than planned. These steps exchange vectors by sample.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TableStep:
                 ``compile_tables``, unchanged.
 
         Raises:
-            WhaleError: The plan is of another loss, or does not run on the devices.
+            WhaleError: The plan is for another loss, or does not run on the devices.
         """
         self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
         self._counts, self.crowded_steps = LookupCounts(), 0
@@ -245,7 +245,7 @@ class TableStep:
         return self._store_of(self.programs, self.plan.placement)
 
     def close(self) -> None:
-        """Ends the processes of the step; a step without sections has none."""
+        """Does nothing; in a ``SectionsStep``, ends the processes of the tables."""
 
     def __enter__(self) -> Self:
         return self
@@ -262,7 +262,7 @@ class TableStep:
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
-        """Returns an initial state; makes one table at a time, by parts on its devices.
+        """Returns an initial state; creates one table at a time, sharded.
 
         Args:
             make_model: Function of a random key, or of nothing, that builds the model.
@@ -298,7 +298,7 @@ class TableStep:
             params, rest = jax.jit(dense)(key_here)
         key_there = put(key, NamedSharding(self.mesh, PartitionSpec()))
         for name in self.plan.tables:
-            # Unused outputs are not computed, so this makes one table at a time.
+            # XLA does not compute unused outputs, so this makes a single table.
             def table(key: Any, name: str = name) -> Any:
                 return leaves(key)[0][name]
 
@@ -347,10 +347,10 @@ class TableStep:
         key: Any,
         done: Mapping[str, Any] | None,
     ) -> TablesState:
-        """Returns a state from its parts; ``done`` has the rest of a ``TrainState``."""
+        """Returns a state from its parts; ``done`` has the other fields of a state."""
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         whole = NamedSharding(self.mesh, PartitionSpec())
-        shared = self._processes.are_several  # Keys, unlike arrays, stay on devices.
+        shared = self._processes.are_several
         values = jax.tree.map(
             lambda x: put(x, whole) if shared and is_key(x) else host_copy(x),
             (params, dict(rest), key),
@@ -372,16 +372,16 @@ class TableStep:
 
         Args:
             state: State after the previous step; its buffers are donated.
-            batch: Global batch; with several processes this process's part of it
-                (``batch_rows``), or global ``jax.Array`` leaves.
+            batch: Global batch. With several processes, the samples ``batch_rows`` of
+                it, or global ``jax.Array`` leaves.
 
         Returns:
             The new state, and metrics: ``loss`` and the values that the loss reports.
 
         Raises:
             WhaleError: The step has no optimizer, an id is out of range, the batch has
-                another shape than the plan's, the state was donated before, or another
-                process differs or is gone.
+                another shape than the plan's, or the state was already donated. Or
+                another process was lost, or has another program.
         """
         if not self._trains:
             raise PlanError(
@@ -405,7 +405,7 @@ class TableStep:
 
     @property
     def _asking(self) -> TablePrograms:
-        """Programs on a mesh whose devices may request rows from each other."""
+        """Programs in which devices request rows from each other."""
         return self.programs
 
     def _is_crowded(self, leaves: list[Any]) -> bool:
@@ -416,10 +416,10 @@ class TableStep:
         self.crowded_steps += crowded
         return crowded
 
-    # New placement.
+    # Placement.
 
     def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
-        """Counts lookups; moves tables every ``replace_every`` steps if worth it."""
+        """Counts lookups; moves tables after ``replace_every`` steps if that pays."""
         ids = self._processes.run(self._ids, leaves)
         self._counts.add(self.programs.names, self.programs.rows, ids)
         if self._counts.batches < (self._replace_every or 1):
@@ -431,7 +431,7 @@ class TableStep:
         return self.place(state, found.placement) if found.gain > _WORTH else state
 
     def replacement(self) -> Replacement:
-        """Returns the gain of a new placement for the counted lookups.
+        """Returns the best placement for the counted lookups, with its gain.
 
         Raises:
             PlanError: No lookups were counted; ``replace_every`` counts them.
@@ -488,7 +488,7 @@ class TableStep:
 
         Args:
             state: State of the other step; it is not donated.
-            step: Step of the state, with the same model and optimizers, on any devices.
+            step: Step of the state, with the same model and optimizers on any devices.
 
         Raises:
             PlanError: ``step`` is not a step with tables, the state is of another model
@@ -555,7 +555,7 @@ class TableStep:
         return dense_runner(*given, trains=self.runner)
 
     def batch_rows(self) -> np.ndarray:
-        """Returns this process's samples of a global batch, in order, as indices."""
+        """Returns the indices of this process's samples in a global batch, in order."""
         samples = self.program.lookups[0].shape[0]
         leaves = jax.tree.leaves(self.plan.batch)
         first = [n for n, x in enumerate(leaves) if x.shape and x.shape[0] == samples]
@@ -574,7 +574,7 @@ class TableStep:
 
     @without_mesh
     def lower_shapes(self) -> Any:
-        """Returns the step lowered from shapes alone, also for absent devices."""
+        """Returns the step lowered from shapes alone; the devices may be absent."""
         given = self._abstract_state(), self._abstract_batch()
         return self._train.lower(*given, False)
 
@@ -595,7 +595,7 @@ class TableStep:
         ]
 
     def report(self) -> Any:
-        """Refuses to report on sections, as this step has only one.
+        """Refuses to report on sections, because this step has only one.
 
         Raises:
             PlanError: Always.
@@ -607,7 +607,7 @@ class TableStep:
         )
 
     def profile(self, state: Any, batch: Any, *, steps: int = 5) -> Any:
-        """Refuses to profile, as a plan has no separate terms for tables.
+        """Refuses to profile, because a plan has no separate terms for tables.
 
         Args:
             state, batch, steps: Arguments of ``TrainStep.profile``, unused.
@@ -661,7 +661,7 @@ class TableStep:
                 )
         problems.raise_if_any()
         check_32_bits(batch)
-        # A loader may overwrite its buffer while the step still runs.
+        # A data loader may overwrite its buffer while the step still runs.
         return [
             leaf if isinstance(leaf, jax.Array) else host_copy(leaf)
             for leaf in jax.tree.leaves(batch)
@@ -765,7 +765,7 @@ class TableStep:
     ) -> None:
         """Implements ``save``.
 
-        ``before_it_appears`` is called when everything is written; it raises in all
+        ``before_it_appears`` is called when everything is written. It raises in all
         processes if the checkpoint must not appear.
         """
         sections = self._sections(self._checked(state))
@@ -787,8 +787,8 @@ class TableStep:
             path: Path of a checkpoint of ``save``.
 
         Raises:
-            WhaleError: No checkpoint exists, it is damaged, or it is another model's or
-                optimizer's.
+            WhaleError: No checkpoint exists, or it is damaged or of another model or
+                optimizer.
         """
         found = restore_sections(path, self._abstract_sections())
         return self._restored(found, self.store.empty())
@@ -801,15 +801,15 @@ class TableStep:
         *,
         rng: Any,
     ) -> TablesState:
-        """Restores the newest undamaged checkpoint in a folder, or else initialises.
+        """Restores the newest undamaged checkpoint in a folder, or returns a new state.
 
         Args:
-            folder: Folder of checkpoints, named such as ``step_000100``; it need not
-                exist. Damaged ones are renamed, with a warning.
+            folder: Folder of checkpoints with names such as ``step_000100``; it need
+                not exist. Damaged checkpoints are renamed, with a warning.
             make_model, rng: Arguments of ``init``, unchanged.
 
         Raises:
-            WhaleError: A checkpoint is another model's, or all are damaged.
+            WhaleError: A checkpoint is of another model, or all are damaged.
         """
         name = "step.restore_or_init"
         return restore_or_init(self, name, folder, make_model, rng)  # type: ignore[no-any-return]
@@ -835,7 +835,7 @@ class TableStep:
     def _sections(self, state: TablesState) -> Sections:
         """Returns all arrays of a state in host memory, by section and path.
 
-        If processes are several, each has some rows of every table.
+        With several processes, each has some rows of every table.
         """
         sections = self._dense_sections(state)
         for kind in (None, *self.plan.rows.state_names):
@@ -912,7 +912,7 @@ class TableStep:
             state: State to export; it is not donated.
         """
         values = {**self.table_values(self._checked(state)), **state.params}
-        # Copied, as the next step donates the buffers of the state.
+        # Copy them: the next step donates the buffers of the state.
         params = [
             jnp.asarray(host_copy(values[path])) for path in self.adapter.param_paths
         ]
@@ -932,7 +932,7 @@ _DENSE_FIELDS: Final = ("params", "rest", "opt_state", "step", "rng", "loss_scal
 
 
 def with_tables(dense: TrainState, tables: Any) -> TablesState:
-    """Returns a state from that of the dense part and the tables.
+    """Returns a state of a step with tables from its two parts.
 
     Args:
         dense: State of the dense part's executor.
@@ -950,7 +950,7 @@ def _applies(before: TablesState, after: TablesState) -> Any:
 
 
 def _as_saved(leaf: Any) -> Any:
-    """Returns a leaf in host memory; keys, shapes and partial leaves stay."""
+    """Returns a leaf in host memory, or unchanged if it is a key, shape or partial."""
     is_array = isinstance(leaf, jax.Array) and not is_key(leaf)
     return np.asarray(leaf) if is_array and leaf.is_fully_addressable else leaf
 

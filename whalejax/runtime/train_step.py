@@ -1,8 +1,8 @@
 """The compiled step: ``wh.compile``, and its state.
 
-``TrainStep`` is a thin layer over a ``jax.jit`` program: it checks a plan against the
-model before anything compiles, creates every array in its layout, and returns the state
-in the user's types.
+``TrainStep`` is a thin layer over compiled programs. It checks a plan against the model
+before anything compiles, creates every array in its layout, and returns the state in
+the user's types.
 
 The module is long because ``TrainStep`` has all public methods of a step.
 """
@@ -82,7 +82,7 @@ _LOOPS = (
     "Write state, metrics = step(state, batch), or wh.loop.train(step, state, batches, "
     "steps=…)"
 )
-"""What to write for a step's missing ``train``."""
+"""Remedy for a call of the missing ``TrainStep.train``."""
 
 
 @names_arguments(
@@ -92,13 +92,13 @@ _LOOPS = (
     habits=dict.fromkeys(("train", "fit"), _LOOPS),
 )
 class TrainStep:
-    """A plan, compiled: call it with a state and a global batch.
+    """A compiled plan, which is called with a state and a global batch.
 
     Attributes:
         plan: Plan of the step.
         mesh: Mesh of the devices.
         adapter: Adapter that divides the model into parameters and other state.
-        shardings: ``NamedSharding`` of each array, in the structure of a state.
+        shardings: ``NamedSharding`` of each array of a state, in a state's structure.
         batch_axes: Batch dimension of each flat leaf of a batch, or None.
     """
 
@@ -215,8 +215,8 @@ class TrainStep:
                 "init_from was given an abstract model, which has shapes and no "
                 "values. Use init(make_model, rng=jax.random.key(seed))"
             )
-        # Arrays may be on any device, and belong to the user: copied through the host,
-        # so that a donated buffer is never the user's.
+        # Copy the user's arrays through the host, from any device, so that a donated
+        # buffer is never the user's.
         values = jax.tree.map(host_copy, (params, rest))
         return self._with_samples(self._born_from(values, key), 0)
 
@@ -253,7 +253,7 @@ class TrainStep:
 
         Args:
             state: State after the previous step; its buffers are donated.
-            batch: Global batch; with several processes this process's part of it, or
+            batch: Global batch. With several processes, this process's part of it, or
                 global ``jax.Array`` leaves.
 
         Returns:
@@ -286,20 +286,20 @@ class TrainStep:
         """Returns the loss and metrics of a batch, without gradients; changes nothing.
 
         NNX modules are evaluated as after ``model.eval()``: without dropout, and with
-        the statistics from training. For a Linen module the loss passes the mode:
+        the statistics from training. A Linen module gets its mode from the loss, so
         compile a separate loss for evaluation, which accepts the same states.
 
         Args:
             state: State to evaluate; it is not donated. It may be of another step with
                 the same layout, with any optimizer or none.
-            batch: Global batch, laid out like that of a step; or one with fewer
-                samples, such as the last of an epoch, if there is one process and the
-                loss is a mean over samples.
+            batch: Global batch, in the same form as for a step. It may have fewer
+                samples, as at the end of an epoch, if there is one process and the loss
+                is a mean over samples.
             training: Whether to run the model in training mode.
 
         Raises:
-            PlanError: The batch or the layout of the state differs from the plan's, or
-                the model combines samples that the plan splits in training mode.
+            PlanError: The batch or the layout of the state differs from the plan's. Or
+                the model in training mode combines samples that the plan splits.
         """
         problems = Arguments("TrainStep.eval")
         problems.switch("training", training)
@@ -339,8 +339,8 @@ class TrainStep:
     def shares(self) -> tuple[int, ...]:
         """Number of micro-batches of each replica in the next step, in node order.
 
-        It is empty if every device has a part of each micro-batch. Set the same value
-        in all processes. It follows measured times if ``rebalances`` is true.
+        It is empty if every device has a part of each micro-batch. It can be set, to
+        the same value in all processes. If ``rebalances``, it follows measured times.
         """
         runner = self._runner
         return runner.shares if isinstance(runner, AdaptiveSharesRunner) else ()
@@ -353,8 +353,7 @@ class TrainStep:
     def parts_matter(self) -> bool:
         """Whether results depend on the number of micro-batches.
 
-        They do if the loss draws random numbers, or if each micro-batch has its own
-        loss.
+        They do if the loss of a micro-batch is not a mean over samples, or is random.
         """
         return depends_on_parts(self.plan, self.adapter)
 
@@ -362,9 +361,8 @@ class TrainStep:
         """Returns this process's samples of the next global batch, in order.
 
         Returns:
-            Indices in the global batch. With uneven shares these are the samples of
-            this process's micro-batches, one after the other, and change with the
-            shares.
+            Indices in the global batch. With uneven shares, they are the samples of
+            this process's micro-batches in order, and change with the shares.
         """
         runner, plan = self._runner, self.plan
         axes = runner.program.batch_axes
@@ -395,8 +393,8 @@ class TrainStep:
         """Returns the part of a sample on this process's devices.
 
         Returns:
-            Sorted slices of this process for each dimension of a sample (without the
-            batch dimension), by the path of a batch leaf. There is one slice if all
+            For each batch leaf, by its path, the sorted slices of each dimension of a
+            sample, without the batch dimension. A dimension has one slice if all
             devices have the same part.
         """
         batch_regions = {}
@@ -475,7 +473,7 @@ class TrainStep:
             ``save`` writes a file for Perfetto.
 
         Raises:
-            PlanError: As for a step.
+            PlanError: The errors of a step.
             WhaleError: Another profiler is running, or the trace has no step.
         """
         from whalejax.runtime.profiling.step_profile import profiled
@@ -498,9 +496,7 @@ class TrainStep:
 
     @without_mesh
     def rehearse(self) -> CompiledStages:
-        """Compiles the stage programs, and returns them with their memory.
-
-        It runs nothing.
+        """Compiles the stage programs without running them.
 
         Raises:
             PlanError: The plan has one program (see ``lower``), or several pipelines.
@@ -537,8 +533,8 @@ class TrainStep:
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: The checkpoint cannot be written (the message gives a remedy),
-                or the state was donated. No files remain.
+            WhaleError: The checkpoint cannot be written, or the state was donated. No
+                files remain.
         """
         from whalejax.state.checkpoint import save
 
@@ -552,18 +548,17 @@ class TrainStep:
     def adopt(self, state: TrainState) -> TrainState:
         """Copies another step's state to this step's layout, from device to device.
 
-        It is not needed if the layout is the same, as for the same plan compiled again,
-        another loss or another batch size. Otherwise arrays move between devices,
-        without files or host memory.
+        It is not needed if the layout is the same, as after another compilation of the
+        same plan. Arrays move between devices without files or host memory.
 
         Args:
             state: State of the other step; it is not donated. It must be of the same
                 model and, if this step trains, have an optimizer state of the same
-                form.
+                structure.
 
         Raises:
-            PlanError: The state was donated, is another model's or optimizer's, or
-                several processes have its arrays on other devices than this step.
+            PlanError: The state was donated, is of another model or optimizer, or would
+                have to move between processes.
         """
         return adopted(state, self.abstract_state())
 
@@ -575,10 +570,10 @@ class TrainStep:
         *,
         rng: Any,
     ) -> TrainState:
-        """Restores the newest undamaged checkpoint in a folder, or else initialises.
+        """Restores the newest undamaged checkpoint in a folder, or returns a new state.
 
         A script that begins with it and saves as ``folder/step_000100`` can be stopped
-        and restarted at any time, also with another number of processes.
+        and restarted at any time, even with another number of processes.
 
         Args:
             folder: Folder of checkpoints; it need not exist. Damaged checkpoints are
@@ -586,7 +581,7 @@ class TrainStep:
             make_model, rng: Arguments of ``init``, unchanged.
 
         Raises:
-            WhaleError: A checkpoint is another model's, or all are damaged.
+            WhaleError: A checkpoint is of another model, or all are damaged.
         """
         name = "TrainStep.restore_or_init"
         return restore_or_init(self, name, folder, make_model, rng)  # type: ignore[no-any-return]
@@ -605,16 +600,16 @@ class TrainStep:
         Args:
             path: Path of a checkpoint of ``save``.
             only: ``"model"`` reads the model's parameters and other state, the run's
-                random key, and the numbers of steps and samples; the optimizer's state
+                random key, and the numbers of steps and samples. The optimizer's state
                 and the loss scale are initialised. Use it to continue with another
                 optimizer or schedule, or to evaluate.
             keep_schedule: With ``only="model"``, whether schedules of the optimizer
-                continue from the checkpoint's number of updates. Otherwise they start
-                at 0, for any ``state.step``; None does so with a warning.
+                continue from the checkpoint's number of updates. If False, they start
+                at 0 for any ``state.step``. None is False with a warning.
 
         Raises:
-            WhaleError: No checkpoint exists, it is damaged, or it is another model's;
-                or ``keep_schedule`` is True and there is no schedule.
+            WhaleError: No checkpoint exists, or it is damaged or of another model. Or
+                ``keep_schedule`` is True and there is no schedule.
         """
         from whalejax.state.checkpoint import restore, restore_model
 
@@ -668,27 +663,27 @@ def compile(
         loss_fn: Loss of the plan.
         model: Model of the plan, abstract or real.
         optimizer: Optax transformation; evaluation needs none.
-        batch: Global batch, abstract or real; needed only if it has containers other
-            than dictionaries, lists and tuples.
+        batch: Global batch, abstract or real. It is needed only if it has containers
+            other than dictionaries, lists and tuples.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
         devices: Devices in node order; None uses all.
         out_of_range: With tables, treatment of ids without a row: ``"error"`` checks
             every batch before it is used, ``"clip"`` takes the nearest row.
-        job: With tables in separate processes, name of the job (as on the command line)
-            whose batches these processes make for ``SectionsStep.run``.
+        job: With tables in separate processes, name of a job, as on the command line.
+            These processes make its batches for ``SectionsStep.run``.
         job_settings: Options of that job.
         replace_every: With tables, number of steps after which they are placed again if
             their lookups show a gain; see ``wh.compile_tables``.
-        section_run: With tables in separate processes, their hosts, and the state that
-            is saved for a successor of this process.
+        section_run: With tables in separate processes, the hosts of these, and the
+            state that is saved for a successor of this process.
 
     Returns:
         The ``TrainStep``; for a plan with tables a ``TableStep`` or ``SectionsStep``.
         Nothing is compiled before its first call.
 
     Raises:
-        PlanError: The plan is for another model, batch or machine, or cannot run yet;
-            raised before anything compiles.
+        PlanError: The plan is for another model, batch or machine, or cannot be run.
+            It is raised before anything compiles.
     """
     from whalejax.lowering.batch_record import batch_of
 
@@ -715,7 +710,7 @@ def compile(
     check_order("wh.compile(plan, loss_fn, model)", loss_fn, model, batch)
     if batch is not None:
         check_planned(plan, batch, batch_axes)
-    devices_of(plan, devices)  # checked before slow work
+    devices_of(plan, devices)  # check before slow work
     return step_of(
         plan,
         adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
@@ -810,7 +805,7 @@ def step_of(
     try:
         captured = traced(adapter)
     except Exception:
-        check_same_shapes(plan, adapter)  # a mismatch may be the cause
+        check_same_shapes(plan, adapter)  # may explain the error
         raise
     check_same_model(plan, captured, example, trains=optimizer is not None)
     evaluating = adapter.evaluating() if optimizer is None else None

@@ -1,1 +1,1 @@
-"""Divides the devices of one cluster among jobs, as jobs arrive and end."""
+"""Divides the devices of a cluster among jobs that arrive and end."""

@@ -1,11 +1,11 @@
 """Divides devices among jobs: an exact dynamic program, or an integer program.
 
 On devices of one kind, a recursion over the jobs gives the largest value of ``j`` jobs
-on ``k`` devices. It is the best sum, over ``g``, of job ``j`` on ``g`` devices and of
-the other jobs on ``k - g`` (Saxena et al., "Effective Elastic Scaling of Deep Learning
-Workloads", 2020). On several kinds it is an integer program over jobs and places (as in
-Jayaram Subramanya et al., "Sia", 2023). The values include the cost of a change, so a
-job keeps its devices unless others gain more.
+on ``k`` devices. It is the maximum over ``g`` of the value of job ``j`` on ``g``
+devices plus the value of the other jobs on ``k - g`` (Saxena et al., "Effective Elastic
+Scaling of Deep Learning Workloads", 2020). On several kinds, an integer program chooses
+the place of each job (as in Jayaram Subramanya et al., "Sia", 2023). The values include
+the cost of a change, so a job keeps its devices unless others gain more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
 
 Objective = Literal["throughput", "completion", "fairness", "sia"]
-"""Sum over jobs to maximise; a job's value is multiplied by 1 plus its priority.
+"""Value of a job. The sum over jobs, weighted by 1 plus the priority, is maximised.
 
-``throughput`` is the progress relative to the fewest devices. ``completion`` is the
-part of the remaining work done per second, which ends short jobs first. ``fairness``
-and ``sia`` are powers, as in Pollux and Sia, of the progress relative to a fair share.
+- ``throughput``: progress relative to that on the fewest devices.
+- ``completion``: part of the remaining work done per second, which ends short jobs
+  first.
+- ``fairness``, ``sia``: powers of the progress relative to a fair share, as in Pollux
+  and Sia.
 """
 
 OBJECTIVES: Final = get_args(Objective)
@@ -52,9 +54,9 @@ class JobState:
 def admitted_jobs(
     states: Sequence[JobState], devices: Mapping[str, int]
 ) -> list[JobState]:
-    """Returns the jobs that get devices: by priority, then by arrival.
+    """Returns the jobs that get devices, by priority and then by arrival.
 
-    If a job does not fit, the later ones wait too, so that none starts before it.
+    If a job does not fit, all later jobs wait too.
 
     Args:
         states: Jobs that wait or run.
@@ -75,7 +77,7 @@ def admitted_jobs(
 
 
 def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
-    """Returns whether all jobs can run at once, each on its fewest devices."""
+    """Returns whether all jobs can run at the same time, each on its fewest devices."""
     if len(devices) == 1:
         (count,) = devices.values()
         return sum(state.job.least for state in states) <= count
@@ -99,11 +101,10 @@ def allocate(
         states: Jobs that wait or run, in any order.
         devices: Number of devices by kind; the kind is empty if there is only one.
         objective: Quantity to maximise.
-        horizon: Seconds for which a decision is likely to hold; within them a change
-            has to gain its cost.
+        horizon: Seconds within which a change has to gain more than it costs.
 
     Returns:
-        Place of each job by its name; ``NOWHERE`` for those that wait.
+        Place of each job, by its name; ``NOWHERE`` for a job that waits.
 
     Raises:
         JobError: A job fits on no number of devices, or two jobs have the same name.
@@ -151,7 +152,7 @@ def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
 def _values(
     objective: Objective, jobs: int, devices: Mapping[str, int], horizon: float
 ) -> Callable[[JobState, Place], float]:
-    """Returns a function for the value of a job's place, including a change's cost."""
+    """Returns a function for the value of a job at a place, with the cost of a move."""
     share = max(1, sum(devices.values()) // jobs)
 
     def fair_progress(job: ScheduledJob) -> float:
@@ -185,7 +186,7 @@ def most_value(values: Sequence[Mapping[int, float]], devices: int) -> list[int]
         devices: Number of devices.
 
     Returns:
-        Number of devices of each job. If sums are equal, later jobs get fewer devices.
+        Number of devices of each job. Among equal sums, later jobs get fewer devices.
 
     Raises:
         JobError: There are too few devices for all jobs at once.
@@ -225,8 +226,8 @@ def _by_integer_program(
 ) -> list[Place] | None:
     """Returns a place for each job with the largest sum of values; None if impossible.
 
-    With 2,000 (job, place) pairs or more, the sum may be 0.1 % below the largest. With
-    ``feasible``, any possible places suffice.
+    With 2,000 pairs of job and place or more, the sum may be 0.1 % below the largest.
+    If ``feasible``, the places need not have the largest sum.
     """
     columns = [
         (job, place)

@@ -15,19 +15,19 @@ from whalejax.scheduler.job_table import (
 
 
 RateRule = Literal["linear", "sqrt"]
-"""Growth of the learning rate with the batch: linear, or with its square root."""
+"""Growth of the learning rate with the batch size: linear, or as its square root."""
 
 LEAST_GAIN: Final = 1.1
-"""Least ratio of another batch's progress to the present one's to choose it."""
+"""Minimum ratio of a chosen batch's progress to the progress of the current batch."""
 
 
 def rate_factor(batch: int, own_batch: int, rule: RateRule) -> float:
     """Returns the ratio of a larger batch's learning rate to that of the job's batch.
 
     The linear rule is for SGD (Goyal et al., "Accurate, Large Minibatch SGD: Training
-    ImageNet in 1 Hour", 2017). The square root is for optimizers that divide by the
-    gradient's size, such as Adam (Malladi et al., "On the SDEs and Scaling Rules for
-    Adaptive Gradient Algorithms", 2022).
+    ImageNet in 1 Hour", 2017). The square root is for adaptive optimizers such as Adam
+    (Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms",
+    2022).
 
     Args:
         batch: Samples of the larger batch.
@@ -52,17 +52,17 @@ def options_with_batches(
 ) -> dict[Place, JobOption]:
     """Returns a job's option at each place, with the batch of most progress.
 
-    Another batch than the present one restarts the run, so it is chosen only if it
-    makes clearly more progress.
+    A change of the batch restarts the run, so it needs clearly more progress.
 
     Args:
         tables: Predicted options of each batch, by place.
         own_batch: Samples of the job's own batch.
-        present: Samples of the run's present batch.
-        noise_scale: Measured noise scale of the gradient, in samples.
-        measured: Samples per second at the present batch, by place; they replace
-            predictions, and scale those of other places and batches.
-        least_gain: Least ratio of another batch's progress to the present one's.
+        present: Samples of the run's current batch.
+        noise_scale: Measured gradient-noise scale, in samples.
+        measured: Samples per second at the current batch, by place. They replace
+            predictions, and scale the predictions for other places and batches.
+        least_gain: Minimum ratio of a chosen batch's progress to that of the current
+            batch.
     """
     ratio = speed_ratios(tables[present], measured)
     best: dict[Place, JobOption] = {}

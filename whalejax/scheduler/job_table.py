@@ -13,7 +13,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 class JobError(WhaleError):
-    """A job cannot be scheduled; the message says why and what helps."""
+    """A job cannot be scheduled."""
 
 
 Place = tuple[str, int]
@@ -54,16 +54,16 @@ class ScheduledJob:
     Attributes:
         name: Name, unique among all jobs.
         options: Options by place.
-        samples: Samples until its end, counted at the job's own batch.
+        samples: Total number of samples, counted at the job's own batch.
         arrival: Time of its arrival, in seconds from the start.
-        priority: Priority; higher ones are admitted first, and the weight in the
-            objective is 1 plus it.
-        resize_seconds: Time without progress when its devices change.
-        start_seconds: Time without progress when it starts, or changes to another kind
-            of device; ``resize_seconds`` if None.
-        join_seconds: Time until added devices take part; until then it runs without
-            them, at the old speed.
-        asked: Place that its user would have requested.
+        priority: Priority. Jobs of a higher priority are admitted first; the weight in
+            the objective is 1 plus the priority.
+        resize_seconds: Seconds without progress when its devices change.
+        start_seconds: Seconds without progress when it starts or changes to another
+            kind of device; ``resize_seconds`` if None.
+        join_seconds: Seconds until added devices take part; until then it runs at the
+            old speed.
+        asked: Place that its user would request from a scheduler with fixed places.
     """
 
     name: str
@@ -104,12 +104,12 @@ class ScheduledJob:
             )
 
     def progress(self, place: Place) -> float:
-        """Returns its progress in samples per second; 0 if it cannot run there."""
+        """Returns the progress at a place in samples per second, or 0."""
         option = self.options.get(place)
         return 0.0 if option is None else option.progress
 
     def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
-        """Returns a change's seconds at the old speed, then those without progress."""
+        """Returns the seconds of a change at the old speed, and without progress."""
         if before == after or not after[1]:
             return 0.0, 0.0
         if not before[1] or before[0] != after[0]:
@@ -119,7 +119,7 @@ class ScheduledJob:
         return joins, self.resize_seconds
 
     def lost_seconds(self, before: Place, after: Place) -> float:
-        """Returns the cost of a change, in seconds of the progress that follows it."""
+        """Returns the cost of a change, in seconds at the progress after it."""
         joins, still = self.change_seconds(before, after)
         if joins:
             slower = self.progress(before) / max(self.progress(after), 1e-12)
@@ -128,7 +128,7 @@ class ScheduledJob:
 
     @property
     def places(self) -> list[Place]:
-        """Places at which it can run, by kind, then by number of devices."""
+        """Places at which it can run, sorted by kind and number of devices."""
         return sorted(self.options)
 
     @property
@@ -138,7 +138,7 @@ class ScheduledJob:
 
     @property
     def least_progress(self) -> float:
-        """Progress on the fewest devices, of the slowest kind with that number."""
+        """Progress on the fewest devices, in samples per second of the slowest kind."""
         return min(
             one.progress
             for place, one in self.options.items()
@@ -147,14 +147,14 @@ class ScheduledJob:
 
 
 def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
-    """Returns the best option at each place, if it beats those with fewer devices.
+    """Returns the option of most progress at each place.
 
     Args:
         options: Options of one job, with any number of batches at a place.
 
     Returns:
-        The option of most progress at each place. A place is left out if fewer devices
-        of its kind make as much progress.
+        Options by place. A place is left out if fewer devices of its kind make as much
+        progress.
     """
     result: dict[Place, JobOption] = {}
     for one in sorted(options, key=lambda one: (one.place, -one.progress)):
@@ -168,9 +168,10 @@ def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
 def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
     """Returns the progress per sample in a larger batch relative to the job's own.
 
-    The gradient-noise scale is the batch at which noise and gradient are equally large;
-    progress per sample falls as ``1 / (noise_scale + batch)`` (McCandlish et al., "An
-    Empirical Model of Large-Batch Training", 2018; Qiao et al., "Pollux", 2021).
+    The gradient-noise scale is the batch size at which noise and gradient are equally
+    large. Progress per sample falls as ``1 / (noise_scale + batch)`` (McCandlish et
+    al., "An Empirical Model of Large-Batch Training", 2018; Qiao et al., "Pollux",
+    2021).
 
     Args:
         batch: Samples of the larger batch.
@@ -210,11 +211,10 @@ def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> Schedul
 def speed_ratios(
     options: Mapping[Place, JobOption], measured: Mapping[Place, float]
 ) -> Callable[[str], float]:
-    """Returns a function from a kind of device to its mean ratio of measured to
-    predicted throughput.
+    """Returns a function for the mean ratio of measured to predicted throughput.
 
-    For a kind without measurements, it is the mean over all measured places; 1 if there
-    are none.
+    Its argument is a kind of device. For a kind without measurements it returns the
+    mean over all measured places, or 1 if there are none.
 
     Args:
         options: Predicted options by place.

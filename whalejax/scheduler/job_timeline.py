@@ -42,20 +42,20 @@ def jobs_timeline(
 ) -> JobChart:
     """Draws the jobs of ``whalejax jobs serve`` over the devices of their cluster.
 
-    The measured lanes show the devices that each job held, by the scheduler's journal.
-    The predicted lanes simulate the same jobs with the same arrivals, with throughputs
-    from the planner and with the measured costs of changes.
+    The measured lanes show the devices that each job held, from the scheduler's
+    journal. The predicted lanes show a simulation of the same jobs and arrivals, with
+    the planner's throughputs and the measured costs of changes.
 
     Args:
         folder: Folder of the scheduler (``--save``).
         predicted: Whether to simulate the jobs for comparison.
 
     Returns:
-        The chart: in a notebook a Gantt chart with the use of the devices, otherwise
-        text. ``save`` writes it to a file.
+        Gantt chart with the use of the devices in a notebook, text in a terminal.
+        ``save`` writes it to a file.
 
     Raises:
-        WhaleError: The folder has no scheduler's journal, or no job.
+        WhaleError: The folder has no scheduler's journal, or the journal has no job.
     """
     problems = Arguments("wh.jobs_timeline")
     problems.path("folder", folder, "the folder of jobs serve")
@@ -85,7 +85,7 @@ def jobs_timeline(
 def _read_journal(
     path: Path,
 ) -> tuple[dict[str, LiveJob], dict[str, _History], dict[str, int], float]:
-    """Returns jobs, periods, devices by kind and newest time from the journal."""
+    """Returns jobs, periods, devices by kind and the newest time from a journal."""
     jobs: dict[str, LiveJob] = {}
     histories: dict[str, _History] = {}
     devices, at = {"": 0}, 0.0
@@ -143,7 +143,7 @@ def _lane(
 def _simulation(
     jobs: Mapping[str, LiveJob], folder: Path, devices: Mapping[str, int]
 ) -> JobSimulation | None:
-    """Simulates the jobs that have predictions; None if none has, or if it fails."""
+    """Simulates the jobs that have predictions; returns None if that is impossible."""
     costs = ChangeCosts()
     for name in jobs:
         reader = RunReader(folder / name)

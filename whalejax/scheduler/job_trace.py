@@ -33,10 +33,10 @@ class TracedJob:
         name: Name, unique in the trace.
         arrival: Time of arrival, in seconds from the start.
         model: A reference model, or ``file.py:function``.
-        batch: Samples of its own global batch, and of the largest allowed one.
+        batch: Samples of its own global batch, and of its largest allowed batch.
         steps: Number of steps at its own batch.
-        devices: Fewest and most devices.
-        priority: Priority; jobs with a higher one are admitted first.
+        devices: Minimum and maximum number of devices.
+        priority: Priority; jobs of a higher priority are admitted first.
         noise_scale: Gradient-noise scale in samples.
     """
 
@@ -54,11 +54,12 @@ def read_job_trace(path: Path) -> list[TracedJob]:
     """Returns the jobs of a CSV file, in the order of their arrivals.
 
     Args:
-        path: A file with the columns of ``COLUMNS``: ``arrival`` in seconds, ``batch``
-            as ``64``, or ``64:1024`` if it may grow, ``devices`` as ``4`` or ``1:8``.
+        path: Path of a file with the columns ``COLUMNS``. ``arrival`` is in seconds;
+            ``batch`` is ``64``, or ``64:1024`` if it may grow; ``devices`` is ``4`` or
+            ``1:8``.
 
     Raises:
-        JobError: The file is invalid; the message lists all wrong lines.
+        JobError: The file is invalid.
     """
     try:
         text = read_text(path)
@@ -106,10 +107,10 @@ def read_job_trace(path: Path) -> list[TracedJob]:
 def _rows(
     reader: csv.DictReader[str], problems: Problems
 ) -> Iterator[dict[str, str | None]]:
-    """Yields the rows up to the first line that is no row of a CSV file."""
+    """Yields the rows before the first line that is not a row of a CSV file."""
     try:
         yield from reader
-    except csv.Error as error:  # Such as a text of more than 131,072 characters.
+    except csv.Error as error:  # such as a text of more than 131,072 characters
         line = reader.line_num + 1
         problems.add(f"line {line}: it is no row of a CSV file ({error})")
 

@@ -29,14 +29,14 @@ def planned_options(
     noise_scale: float = 0.0,
     **settings: Any,
 ) -> list[JobOption]:
-    """Returns the options of a job for numbers of devices of each kind, with its best
-    plans.
+    """Plans a job for numbers of devices of each kind, and returns its options.
 
     Args:
         job: Job with its model, batches and optimizer.
         cluster: Devices on which it may run.
         numbers: Numbers of devices.
-        batches: Samples of each global batch, the job's own first; default: that alone.
+        batches: Samples of each global batch, the job's own first; default: only its
+            own.
         noise_scale: Gradient-noise scale in samples, for larger batches.
         settings: Settings of ``wh.plan``, such as ``precision``.
 
@@ -66,20 +66,20 @@ def plans_by_number(
     batch: int | None = None,
     **settings: Any,
 ) -> dict[int, Plan]:
-    """Returns the best plan of a job on at most each number of devices.
+    """Returns for each number of devices the best plan of a job on at most that number.
 
-    A number that is not a power of two is not planned if half of it gains nothing over
+    A number that is not a power of two is skipped if half of it gains nothing over
     fewer devices: its odd factor then divides no dimension.
 
     Args:
         job: Job with its model, batches and optimizer.
         cluster: Devices of one kind.
         numbers: Numbers of devices.
-        batch: Samples of a global batch; the job's own number if left out.
+        batch: Samples of a global batch; default: the job's own number.
         settings: Settings of ``wh.plan``.
 
     Returns:
-        Plans by number of devices; numbers on which nothing fits are left out.
+        Plans by number of devices; numbers without a plan are left out.
     """
     plans: dict[int, Plan] = {}
     best: Plan | None = None
@@ -111,9 +111,9 @@ def option_of(
     """Returns a plan as an option of a job.
 
     Args:
-        plan: The plan.
+        plan: Plan to convert.
         kind: Device kind; empty if there is only one.
-        number: Number of devices that it gets.
+        number: Number of devices that the job gets.
         batch: Samples of a global batch.
         efficiency: Progress per sample relative to the job's own batch.
     """
@@ -129,9 +129,7 @@ def option_of(
 def _plan_on(
     job: Job, part: Cluster, batch: int | None, fewer: Plan | None, settings: Any
 ) -> Plan | None:
-    """Returns the best plan on some devices, or ``fewer`` if that is no slower or the
-    only one.
-    """
+    """Returns the best plan on some devices, or ``fewer`` if that is as fast."""
     if fewer is not None and fewer.question is not None:
         try:
             # Plans that leave devices idle are plans for fewer devices.
@@ -160,17 +158,17 @@ def _plan_on(
 def fixed_plan_options(
     plan: Plan, cluster: Cluster, numbers: Iterable[int], batch: int
 ) -> Iterator[JobOption]:
-    """Yields the options of a job whose plan stays the same except for the number of
-    replicas.
+    """Yields the options of a job whose plan may change only its number of replicas.
 
     Args:
-        plan: The plan, on some devices of one kind.
+        plan: Plan on some devices of one kind.
         cluster: Devices on which it may run, of the same kind.
         numbers: Numbers of devices.
         batch: Samples of a global batch.
 
     Yields:
-        An option for each multiple of the plan's other axes that divides the batch.
+        An option for each number of devices that makes whole replicas which divide the
+        batch equally.
     """
     sizes = plan.axis_sizes
     spread = "fsdp" if "fsdp" in sizes else "data"
@@ -195,10 +193,10 @@ def fixed_plan_options(
 
 
 def tried_numbers(least: int, most: int) -> list[int]:
-    """Returns the numbers of devices to plan: both ends, and 1, 2, 3, 4, 6, 8, 12 …
+    """Returns the numbers of devices to plan: both limits, and 1, 2, 3, 4, 6, 8, 12 …
 
     Args:
-        least, most: Fewest and most devices.
+        least, most: Minimum and maximum number of devices.
 
     >>> tried_numbers(1, 20)
     [1, 2, 3, 4, 6, 8, 12, 16, 20]
@@ -208,10 +206,10 @@ def tried_numbers(least: int, most: int) -> list[int]:
 
 
 def larger_batches(least: int, most: int) -> list[int]:
-    """Returns the allowed batches of a job: its own, doubled up to the largest.
+    """Returns the allowed batches of a job: its own, and its doublings.
 
     Args:
-        least, most: Samples of its own batch, and of the largest.
+        least, most: Samples of its own batch, and of its largest allowed batch.
 
     >>> larger_batches(64, 400)
     [64, 128, 256]

@@ -1,7 +1,7 @@
 """Schedule of jobs that share devices, independent of the clock.
 
-A simulation drives it by a virtual clock, the scheduler of live jobs by the machine's
-clock: both report events to it, and carry out its decisions.
+Simulations drive it by a virtual clock, and the scheduler of live jobs drives it by the
+machine's clock. Both report events to it, and carry out its decisions.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ class JobSchedule:
     # Events.
 
     def add(self, job: ScheduledJob, left: float, place: Place = NOWHERE) -> None:
-        """Adds a job, once it has a table.
+        """Adds a job that has a table.
 
         Args:
             job: The job.
             left: Number of remaining samples.
-            place: Current place, if it runs.
+            place: Current place of a job that runs.
         """
         self._states[job.name] = JobState(job=job, left=left, place=place)
         self._has_changed = True
 
     def remove(self, name: str) -> None:
-        """Removes a job that ended or needs no devices any more."""
+        """Removes a job that has ended or no longer needs devices."""
         if self._states.pop(name, None) is not None:
             self._has_changed = True
 
     def set_devices(self, devices: Mapping[str, int]) -> None:
-        """Sets the devices that are divided from now on.
+        """Sets the devices that later decisions divide.
 
         Args:
             devices: Number of devices by kind.
@@ -85,12 +85,12 @@ class JobSchedule:
     def update(
         self, name: str, left: float, job: ScheduledJob | None = None
     ) -> JobState:
-        """Records the progress of a job; this alone makes no decision due.
+        """Records the progress of a job; makes no decision due.
 
         Args:
             name: Name of the job.
             left: Number of remaining samples.
-            job: The job with a newer table; unchanged if None.
+            job: Job with a newer table; None if the table is unchanged.
         """
         known = self._states[name]
         self._states[name] = JobState(
@@ -102,7 +102,7 @@ class JobSchedule:
 
     @property
     def next_at(self) -> float:
-        """Time of the next decision; in the past if one is due."""
+        """Time of the next decision, in seconds; in the past if one is due."""
         return -math.inf if self._has_changed else self._decided_at + self.every
 
     def places(self) -> dict[str, Place]:
@@ -110,10 +110,10 @@ class JobSchedule:
         return {name: one.place for name, one in self._states.items()}
 
     def decide(self, now: float) -> list[JobMove]:
-        """Decides where every job runs; returns the moves, freed devices first.
+        """Decides where every job runs; returns the moves that free devices first.
 
         Args:
-            now: The time.
+            now: The time, in seconds.
 
         Raises:
             JobError: The decision uses more devices than there are.
@@ -138,7 +138,7 @@ class JobSchedule:
 
 
 def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) -> Decide:
-    """Returns a rule that divides the devices anew among the present jobs.
+    """Returns a rule that divides the devices anew among all jobs.
 
     Args:
         devices: Number of devices by kind.

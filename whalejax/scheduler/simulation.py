@@ -46,7 +46,7 @@ class JobRecord:
 
     @property
     def waited(self) -> float:
-        """Seconds from its arrival to its first device."""
+        """Seconds from its arrival until it first holds devices."""
         return self.intervals[0].begin - self.job.arrival
 
     @property
@@ -87,11 +87,11 @@ class JobSimulation:
 
     @property
     def starved(self) -> int:
-        """Number of jobs that waited longer than the jobs ahead of them justify.
+        """Number of jobs that waited longer than a limit.
 
-        Ahead of a job are the unfinished jobs at its arrival, and jobs of a higher
-        priority that arrived while it waited. The limit of its wait is the longest time
-        that any job held devices, times the number of jobs ahead plus one.
+        The limit is the longest time for which any job held devices, times one plus the
+        number of jobs ahead. Jobs ahead were unfinished at the job's arrival, or have a
+        higher priority and arrived while it waited.
         """
         longest = max(o.end - o.intervals[0].begin for o in self.records)
         result = 0
@@ -118,8 +118,7 @@ class JobSimulation:
 class _Running:
     """A job during the simulation.
 
-    ``course`` has pairs of an end time and the progress per second until then, in
-    order.
+    ``course`` has, in order, pairs of an end time and the progress per second until it.
     """
 
     job: ScheduledJob
@@ -176,10 +175,8 @@ def simulate(
 ) -> JobSimulation:
     """Simulates jobs until all have ended.
 
-    Decisions are made at each arrival and end, and every ``every`` seconds between.
-
     Args:
-        jobs: The jobs, with their arrivals.
+        jobs: Jobs with their arrivals.
         devices: Number of devices by kind.
         decide: Function that chooses the places of all jobs that wait or run.
         every: Seconds between decisions without an arrival or an end.
@@ -191,7 +188,7 @@ def simulate(
     order = sorted(jobs, key=lambda job: (job.arrival, job.name))
     if not order:
         raise JobError("there is no job to simulate")
-    # Large times, such as Unix times, have too little precision for short jobs.
+    # Large numbers, such as Unix times, have too little precision for short jobs.
     zero = order[0].arrival
     coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]
     schedule = JobSchedule(devices, decide, every=every)

@@ -1,1 +1,1 @@
-"""A run's state outside devices: checkpoints, copies in memory, locks of folders."""
+"""The state of a run outside devices: checkpoints, copies in memory, folder locks."""

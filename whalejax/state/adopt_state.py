@@ -1,8 +1,7 @@
 """Moves the state of one compiled step to the layout of another.
 
 A step accepts every state of its model and optimizer whose arrays have the step's
-shardings. Other states have to be moved, from device to device, by ``step.adopt``. The
-module is separate from the step because it compares and moves arrays but runs nothing.
+shardings. ``step.adopt`` moves other states from device to device.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
 class OwnStates:
     """Checks and converts states for one step.
 
-    A state in the layout of the previous one is not compared leaf by leaf. That is
-    found fast, because types and shardings are mostly the same objects.
+    A state with the layout of the previous state passes without a check of each leaf.
     """
 
     def __init__(self, origin: Origin) -> None:
@@ -58,12 +56,12 @@ class OwnStates:
         Args:
             given: State that the step received.
             own: Function that returns an abstract state of the step, with layouts.
-            trains: Whether the state is trained; otherwise an evaluation reads it and
+            trains: Whether the state is trained. If not, an evaluation reads it, and
                 gets only the parts that it needs.
 
         Raises:
             PlanError: The value is not a state, or the state was donated, has one array
-                twice, or has another layout; lists the differences.
+                twice, or has another layout.
         """
         whole = checked(given)
         state = whole if trains else bare(whole)
@@ -89,7 +87,7 @@ def _layout(state: TrainState) -> Any:
 
 
 def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
-    """Refuses a state whose arrays differ from the step's, apart from placement.
+    """Refuses a state whose arrays differ from the step's, placement aside.
 
     Args:
         state: State from the user.
@@ -97,7 +95,7 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
         trains: Whether the message mentions the optimizer.
 
     Raises:
-        PlanError: Arrays differ; lists them.
+        PlanError: Arrays differ.
     """
     _raise_for([*_other_leaves(state, own)], _OTHER if trains else _OTHER_MODEL)
 
@@ -144,7 +142,7 @@ _MOST_LISTED = 5
 
 
 def checked(state: Any) -> TrainState:
-    """Returns the state if all its arrays exist, with ``samples`` as an ``int``.
+    """Returns a state whose arrays all exist, with ``samples`` as an ``int``.
 
     Raises:
         PlanError: The value is not a state, a step has donated it, or its ``samples``
@@ -169,7 +167,7 @@ def checked(state: Any) -> TrainState:
 
 
 def _check_apart(state: TrainState) -> None:
-    """Refuses an array that is two leaves, as a step cannot donate it twice."""
+    """Refuses an array that occurs twice, because a step cannot donate it twice."""
     leaves = jax.tree.leaves(state)
     if len({*map(id, leaves)}) == len(leaves):
         return
@@ -263,7 +261,7 @@ def _place(sharding: Any) -> str:
 def to_lower(
     given: Any, states: OwnStates, own: Callable[[], TrainState]
 ) -> TrainState:
-    """Returns a state to lower a step with; ``given`` may be abstract.
+    """Returns the state with which a step is lowered; ``given`` may be abstract.
 
     Args:
         given: State that the step received.
@@ -284,11 +282,11 @@ def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
     Args:
         given: State to save.
         own: Abstract state of the step.
-        trains: Whether the step trains; otherwise the optimizer state may be another's.
+        trains: Whether the step trains. If not, the optimizer may be another one.
 
     Raises:
         PlanError: The value is not a state, or the state was donated, has no values, or
-            is another model's or optimizer's.
+            is of another model or optimizer.
     """
     state = checked(given)
     compared = (state, own) if trains else (bare(state), bare(own))
@@ -305,13 +303,13 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
     """Returns a copy of a state in a step's layout.
 
     Args:
-        given: State of the same model and optimizer. An optimizer's state and a loss
+        given: State of the same model and optimizer. The optimizer's state and the loss
             scale are used only if the step has them; a missing loss scale starts anew.
         abstract: Abstract state of the step, with layouts.
 
     Raises:
         PlanError: The value is not a state, or the state was donated, has no values, is
-            another model's, or would move between devices of several processes.
+            of another model, or would have to move between processes.
     """
     state = checked(given)
     if not jax.tree.leaves(abstract.opt_state):
@@ -337,7 +335,7 @@ def check_values(state: TrainState) -> None:
     """Refuses a state with abstract leaves.
 
     Raises:
-        PlanError: Leaves have no values; lists them.
+        PlanError: Leaves have no values.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         shapes = [
@@ -355,14 +353,14 @@ def _check_reach(state: TrainState, abstract: TrainState) -> None:
     for leaf, aval in pairs:
         if leaf.sharding.device_set != aval.sharding.device_set:
             raise PlanError(
-                "adopt: of several processes, arrays go from device to device only "
-                "where both steps have every array on the same devices. Save with the "
-                "one step and restore with the other"
+                "adopt: with several processes, both steps must have every array on "
+                "the same devices, since arrays cannot move between processes. Save "
+                "with one step and restore with the other"
             )
 
 
 def _relayout(leaf: Any, target: Any) -> Any:
-    # A moved array may share the memory of shards that do not move.
+    # A moved array may share memory with the original, for shards that do not move.
     leaf = jnp.copy(leaf)
     if _lies(leaf, target):
         return leaf

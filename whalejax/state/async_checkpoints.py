@@ -1,4 +1,4 @@
-"""Writes the checkpoints of an elastic run or a swarm in parallel with the steps."""
+"""Writes the checkpoints of an elastic run or a swarm while the steps run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whalejax.wire.run_messages import NotSaved, Report, Saved
 
 
 SAVE_SECONDS: Final = 600.0
-"""Longest wait of a step for an earlier checkpoint, in seconds."""
+"""Longest time in seconds for which a step waits for an earlier checkpoint."""
 
 _LOOK_SECONDS: Final = 0.05
 _REMOVED: Final = re.compile(r"step_\d{6,}\.deleted")
@@ -61,8 +61,8 @@ class Saver:
             every: Steps between checkpoints.
             keep: Number of newest checkpoints to keep.
             tell: Function that receives ``Saved`` or ``NotSaved``.
-            may_keep: Function that returns whether a written checkpoint may take its
-                name, so that a member that was given up replaces no other's.
+            may_keep: Function that returns whether a written checkpoint may get its
+                name. A member that was given up must not replace another checkpoint.
         """
         self._programs, self._folder = programs, folder
         self._every, self._keep, self._tell = every, keep, tell
@@ -71,7 +71,7 @@ class Saver:
         self._writes = -1
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether the state after a step is to be saved and is not yet."""
+        """Returns whether the state after a step should be saved, and is not yet."""
         if self._folder is None or not step:
             return False
         due = step % self._every == 0 or step == last
@@ -85,7 +85,7 @@ class Saver:
         Args:
             state: State to copy; it is not donated.
             step: Number of steps that led to it.
-            look: Called while an earlier checkpoint is written; may raise.
+            look: Function called while an earlier checkpoint is written; may raise.
         """
         assert self._folder is not None
         if not self.wait(look):
@@ -106,7 +106,7 @@ class Saver:
         """Waits for the current write; returns whether it has ended.
 
         Args:
-            look: Called meanwhile; may raise, and the write goes on.
+            look: Function called during the wait. It may raise; the write goes on.
         """
         end = time.monotonic() + SAVE_SECONDS
         while self._thread is not None:
@@ -150,13 +150,13 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
         keep: Number of newest checkpoints that stay.
 
     Raises:
-        OSError: One cannot be removed; older ones stay, too.
+        OSError: A checkpoint cannot be removed; older ones stay too.
     """
     for path in folder.iterdir():
-        if _REMOVED.fullmatch(path.name):  # Left by a process that was killed here.
+        if _REMOVED.fullmatch(path.name):  # from a process that was killed here
             shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints(folder)[keep:]:
-        # Renamed first: an incomplete one must not have a checkpoint's name.
+        # Rename it first: a partly removed folder must not have a checkpoint's name.
         removed = path.with_name(f"{path.name}.deleted")
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)

@@ -1,12 +1,12 @@
 """Checkpoints: writes a training state to disk atomically, readable by any plan.
 
-Orbax writes and reads the arrays; this module defines the contents of a checkpoint. The
-names of arrays do not depend on the plan, and a record describes every leaf and file.
-So another layout can restore them bit by bit, and a checkpoint that is damaged or of
-another model is refused before an array is read.
+Orbax writes and reads the arrays. This module defines the contents of a checkpoint. The
+names of arrays do not depend on the plan, so another layout can restore the same bits.
+A record describes every leaf and file, so a checkpoint that is damaged or of another
+model is refused before an array is read.
 
-On disk a checkpoint is a directory: ``arrays/`` in Orbax's format, and the record
-``whalejax.json``. It is built under another name and renamed when it is complete.
+On disk a checkpoint is a directory with ``arrays/`` in Orbax's format and the record
+``whalejax.json``. It is written under another name, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ARRAYS: Final = "arrays"
 
 
 class UncheckedCheckpoint(UserWarning):
-    """Warns that a checkpoint has no hashes, so that changes cannot be detected."""
+    """Warns that a checkpoint has no hashes, so changes cannot be detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ class SavedModel:
         rng: The run's random key.
         step: Number of finished steps.
         samples: Number of samples in these steps, or None.
-        updates: Number of updates that the optimizer counted; ``step`` if it counts
-            none.
+        updates: Number of updates that the optimizer counted; ``step`` if it has no
+            counter.
     """
 
     params: Any
@@ -107,10 +107,10 @@ def save(
         plan: Plan of the state.
         batch_size: Number of samples of the global batch, or None if unknown.
         before_it_appears: Function to call when everything is written; if it raises,
-            nothing remains.
+            the files are removed.
 
     Raises:
-        WhaleError: The path exists, it cannot be written, or the state was donated.
+        WhaleError: The path exists or cannot be written, or the state was donated.
     """
     target = new_path(path)
     check_alive(state)
@@ -136,20 +136,20 @@ def write_contents(
     """Writes the arrays and the record of a checkpoint; all processes call this.
 
     Args:
-        target: Path of the checkpoint, for errors.
-        building: Folder in which it is built.
-        leaves: Descriptions of the arrays, and the arrays.
+        target: Final path of the checkpoint, for errors.
+        building: Folder that is written.
+        leaves: Arrays, each after its description.
         plan: Plan of the state.
         samples: Number of samples of the finished steps, or None if unknown.
         batch_size: Number of samples of the global batch, or None if unknown.
 
     Raises:
-        WhaleError: It cannot be written.
+        WhaleError: The checkpoint cannot be written.
     """
     arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
     try:
         write_arrays(building / ARRAYS, arrays)
-    except Exception as error:  # Orbax reports a full disk by many classes
+    except Exception as error:  # Orbax raises many classes for a full disk.
         raise WhaleError(write_failure_message(target, error)) from error
     hashes = hashed(building)
     if jax.process_index() == 0:
@@ -171,9 +171,9 @@ def new_path(path: Any) -> Path:
         raise WhaleError(write_failure_message(target, error)) from error
     if is_there:
         raise WhaleError(
-            f"{target}: there is something at this path already, and a checkpoint "
-            "needs a new one. Nothing is changed, and the state is as it was: save it "
-            "at another path, or remove what is there and save again"
+            f"{target}: this path exists already. Nothing was changed, and the state "
+            "is as it was. Save it at another path, or remove what is there and save "
+            "again"
         )
     return target
 
@@ -207,15 +207,14 @@ def restore(
         State of the same structure, with arrays bitwise equal to the saved ones.
 
     Raises:
-        DamagedCheckpoint: The checkpoint was changed; checked before anything is used.
-        WhaleError: No checkpoint exists at that path, or it is another model's; lists
-            all leaves that differ.
+        DamagedCheckpoint: The checkpoint was changed, which is checked first.
+        WhaleError: No checkpoint exists at that path, or it is of another model.
     """
     target = existing_path(path)
     record = checked(target)
     saved = {leaf.place: leaf for leaf in record.leaves}
     wanted = _leaves(abstract_state, plan)
-    # A loss scale belongs to a precision; with another one it is initialised again.
+    # With another precision, the loss scale starts anew.
     fresh: list[Any] = []
     had_scale = any(leaf.section == _SCALE for leaf in record.leaves)
     if had_scale != (abstract_state.loss_scale is not None):
@@ -254,13 +253,13 @@ def restore_model(
     """Reads a checkpoint without the optimizer's state.
 
     Args:
-        path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is
-            trained only in the checkpoint, or only in the state, is matched by name.
-        on_host: Whether to read NumPy arrays; otherwise arrays in the state's layout,
-            in the devices' memory.
+        path, abstract_state, plan, batch_size: Arguments of ``restore``. Leaves are
+            matched by name even if only the checkpoint, or only the state, trains them.
+        on_host: Whether to return NumPy arrays. If not, the arrays have the state's
+            layout, in device memory.
 
     Raises:
-        WhaleError: As for ``restore``.
+        WhaleError: The errors of ``restore``.
     """
     target = existing_path(path)
     record = checked(target)
@@ -276,7 +275,7 @@ def restore_model(
     check_same(target, saved, places)
     entries: list[tuple[Leaf, Any]] = []
     for leaf, array in wanted:
-        # In device memory, even if the state's arrays are in host memory.
+        # The arrays are in device memory, even if the state's are in host memory.
         there = None if on_host else (array.sharding.mesh, array.sharding.spec)
         entries.append((saved[leaf.place], there and NamedSharding(*there)))
     counters = [(leaf, None) for leaf in record.leaves if _counts_updates(leaf)]
@@ -301,7 +300,7 @@ def _counts_updates(leaf: Leaf) -> bool:
 
 
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
-    """Returns a checkpoint's leaves, except the optimizer's, by their place in a state.
+    """Returns a checkpoint's leaves by their place in a state, without the optimizer's.
 
     A leaf may be trained in the checkpoint and frozen in the state, or vice versa.
     """
@@ -314,7 +313,7 @@ def checked(target: Path) -> Record:
     """Returns the record of an undamaged checkpoint; all processes call this.
 
     Raises:
-        DamagedCheckpoint: Files were changed; lists all.
+        DamagedCheckpoint: Files were changed.
         WhaleError: No checkpoint exists at that path.
     """
     record = read_record(target)
@@ -325,7 +324,7 @@ def checked(target: Path) -> Record:
 
 
 def unchecked(target: Path) -> str:
-    """Returns the note on a checkpoint without hashes."""
+    """Returns the warning for a checkpoint without hashes."""
     return (
         f"{target} was written by a version that kept no hashes: the sizes of its "
         "files are right, and their contents could not be checked"
@@ -343,8 +342,7 @@ def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
 
 
 def _between(state: Any) -> Mesh | None:
-    """Returns the mesh of all devices if some arrays are on some processes only, else
-    None.
+    """Returns the mesh of all devices if some arrays are not on all processes, or None.
 
     Orbax writes and reads only arrays on devices of all processes.
     """
@@ -381,10 +379,10 @@ def key_algorithm(array: Any) -> str:
 
 
 def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the non-empty arrays by section and name, as they are stored."""
+    """Returns the non-empty arrays by section and name, as Orbax stores them."""
     tree: dict[str, dict[str, Any]] = {}
     for leaf, value in entries:
-        if math.prod(leaf.shape):  # Orbax refuses arrays without elements
+        if math.prod(leaf.shape):  # Orbax refuses arrays without elements.
             tree.setdefault(leaf.section, {})[leaf.name] = value
     return tree
 
@@ -430,7 +428,7 @@ def write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
 def read_leaves(
     target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
 ) -> list[Any]:
-    """Reads leaves of a checkpoint, each in its sharding; None gives NumPy arrays."""
+    """Reads leaves, each in its sharding, or as NumPy arrays if that is None."""
     ocp = _orbax()
     requests = nested([(leaf, _request(leaf, place)) for leaf, place in entries])
     how = jax.tree.map(
@@ -451,7 +449,7 @@ def read_leaves(
                     item=requests, restore_args=how, partial_restore=True
                 ),
             )
-    except Exception as error:  # Orbax raises this class for unreadable data
+    except Exception as error:  # Orbax raises many classes for unreadable data.
         first = (str(error).splitlines() or [""])[0] or type(error).__name__
         reason = f"{target}: this checkpoint cannot be read ({first[:LONGEST_REASON]})"
         if record.file_sha256 is None:

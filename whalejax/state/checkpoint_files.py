@@ -1,8 +1,7 @@
-"""The files of a checkpoint: hashed by their writers, completed or removed.
+"""The files of a checkpoint: their hashes, and their completion or removal.
 
-A failure with files raises an error with the path and the remedy in all processes, as a
-process that continued alone would wait for the others. The module is separate from
-``checkpoint``, which defines the contents of the files.
+If a file cannot be written or read, all processes raise an error with the path and the
+remedy. A process that continued alone would wait for the others.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _OS_ERROR: Final = re.compile(r"os_error_code='(\d+)'")
 """Matches the number of a system error in Orbax's messages."""
 
 _rounds = itertools.count()
-"""Number of the exchange; all processes exchange texts in the same order."""
+"""Numbers of the exchanges, which all processes make in the same order."""
 
 
 # Exchange between processes.
@@ -67,7 +66,7 @@ _rounds = itertools.count()
 def told_by_all(mine: str, what: str) -> list[str]:
     """Returns a text of each process, by rank; all processes call this.
 
-    No device takes part, so that pending device work cannot block it.
+    It uses no device, so pending device work cannot block it.
 
     Raises:
         WhaleError: A process did not answer in time.
@@ -80,7 +79,7 @@ def told_by_all(mine: str, what: str) -> list[str]:
     _compat_processes.tell_processes(f"{folder}/{here}", mine)
     deadline = time.monotonic() + _WAIT_SECONDS
     said = [_waited_for(f"{folder}/{n}", deadline) for n in range(count)]
-    # All processes are here, so all have read the texts of the previous round.
+    # All processes have come here, so all have read the texts of the previous round.
     if number:
         _compat_processes.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
     silent = [str(n) for n, text in enumerate(said) if text is None]
@@ -93,21 +92,22 @@ def told_by_all(mine: str, what: str) -> list[str]:
 
 
 def told_by_first(make: Callable[[], str], what: str) -> str:
-    """Returns the text that the first process makes; all of them call this.
+    """Returns the text that the first process makes; all processes call this.
 
     Args:
-        make: Function that makes it; only the first process calls it.
+        make: Function that makes the text; only the first process calls it.
         what: Name of the text for messages.
 
     Raises:
-        PlanError: ``make`` raised one; raised in all processes.
-        WhaleError: ``make`` raised another error; other processes raise this one.
+        PlanError: ``make`` raised a ``PlanError``; all processes raise it.
+        WhaleError: ``make`` raised another error, which the first process raises
+            itself.
     """
     text, failed = "", None
     if jax.process_index() == 0:
         try:
             text = make()
-        except Exception as error:  # Otherwise the other processes would wait.
+        except Exception as error:  # The other processes must not wait for a text.
             failed = error
     message = str(failed or "")
     if failed is not None and not isinstance(failed, WhaleError):
@@ -123,10 +123,7 @@ def told_by_first(make: Callable[[], str], what: str) -> str:
 
 
 def _waited_for(key: str, deadline: float) -> str | None:
-    """Returns another process's value, or None after the deadline.
-
-    It waits a second at a time, so that signals are handled.
-    """
+    """Returns another process's value, or None after the deadline."""
     while True:
         result = _compat_processes.told_by(key, 1.0)
         if result is not None or time.monotonic() > deadline:
@@ -141,14 +138,16 @@ def fail_together(error: str, what: str) -> None:
         what: Action that failed; the same text in all processes.
 
     Raises:
-        WhaleError: A process has an error; the first one is raised.
+        WhaleError: A process has an error; it is the error of the lowest rank.
     """
     if text := first_error(error, what):
         raise WhaleError(text)
 
 
 def first_error(error: str, what: str) -> str:
-    """Returns the first error of any process, or nothing; all processes call this.
+    """Returns the error of the lowest rank that has one, or an empty text.
+
+    All processes call this.
 
     Args:
         error, what: Arguments of ``fail_together``.
@@ -165,16 +164,16 @@ def first_error(error: str, what: str) -> str:
 def hashed(building: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a checkpoint that is being written.
 
-    All processes call this. Each process hashes the files that it wrote, which are
-    still in its machine's memory, and flushes them to the disk; the first one also
-    takes the common files. Reading all files in one process would take longer than
-    writing them.
+    All processes call this. Each process flushes the files that it wrote to the disk,
+    and hashes them while they are in its machine's memory. The first process also takes
+    the common files. Reading all files in one process would take longer than writing
+    them.
 
     Args:
-        building: Folder of the checkpoint; all files are written.
+        building: Folder of the checkpoint, in which all files are complete.
 
     Raises:
-        OSError: A process cannot read its files; raised in all processes.
+        OSError: A process cannot read its files; all processes raise it.
     """
     here, count = jax.process_index(), jax.process_count()
     mine = [name for name in files_of(building) if _writer(name) % count == here]
@@ -204,10 +203,10 @@ def check_hashes(target: Path, record: Record) -> None:
 
     Args:
         target: Folder of the checkpoint.
-        record: Record of the checkpoint; one without hashes passes.
+        record: Record of the checkpoint; without hashes, nothing is checked.
 
     Raises:
-        DamagedCheckpoint: Files were changed; lists all.
+        DamagedCheckpoint: Files were changed.
     """
     if record.file_sha256 is None:
         return
@@ -238,9 +237,8 @@ def changed(
     except OSError as error:
         return [f"{error.filename or target} cannot be read ({_reason(error)})"]
     return [
-        f"{name} was changed: its SHA-256 begins with {result[:_SHOWN_DIGITS]}, that "
-        "of "
-        f"what was written with {str(file_sha256[name])[:_SHOWN_DIGITS]}"
+        f"{name} was changed: its SHA-256 begins with {result[:_SHOWN_DIGITS]}; "
+        f"expected {str(file_sha256[name])[:_SHOWN_DIGITS]}"
         for name, result in hashes.items()
         if result != file_sha256[name]
     ]
@@ -264,15 +262,15 @@ def _sha256(file: Path) -> str:
 def flush_to_disk(paths: Iterable[Path]) -> None:
     """Flushes the contents of files, and the entries of folders, to the disk.
 
-    Without that, a loss of power after a checkpoint's rename can leave empty files
-    under its final name, after older checkpoints were removed.
+    Without a flush, a loss of power soon after a checkpoint's rename can leave empty
+    files, while older checkpoints are already removed.
     """
     for path in paths:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(opened)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # A file system without this call.
+            if error.errno != errno.EINVAL:  # The file system cannot flush.
                 raise
         finally:
             os.close(opened)
@@ -289,10 +287,10 @@ _REMOVAL_SECONDS: Final = 0.1
 def being_built(target: Path) -> Iterator[Path]:
     """Yields the folder of an unfinished checkpoint, and renames it at the end.
 
-    After any error, the unfinished folder is removed. All processes call this.
+    After any error it removes the folder. All processes call this.
 
     Raises:
-        WhaleError: The folder cannot be written, or another process is writing it.
+        WhaleError: The folder cannot be written, or another process writes to it.
     """
     building, first = unfinished(target), jax.process_index() == 0
     held, error = -1, ""
@@ -332,7 +330,7 @@ def _removed(building: Path) -> None:
 
 
 def _create_build_folder(building: Path) -> int:
-    """Creates an empty folder and returns a lock on it that ends with this process.
+    """Creates an empty folder, and returns the descriptor of a lock on it.
 
     Raises:
         WhaleError: Another process is writing to the folder.
@@ -355,7 +353,7 @@ def _locked(folder: Path) -> int:
             f"{folder.with_suffix('')}: another process is writing a checkpoint to "
             "this path at this moment. Save to another path, or wait for it"
         ) from error
-    except OSError:  # A file system without locks.
+    except OSError:  # The file system has no locks.
         return opened
     return opened
 
@@ -369,11 +367,11 @@ def _error_text(target: Path, error: Exception) -> str:
 
 
 def write_failure_message(target: Path, error: Exception) -> str:
-    """Returns the reason why a checkpoint could not be written, with the remedy.
+    """Returns why a checkpoint could not be written, with the remedy.
 
     Args:
         target: Path of the checkpoint.
-        error: Error of the system, or of Orbax, whose text contains the system's.
+        error: Error of the system, or an error of Orbax that quotes it.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
@@ -381,8 +379,8 @@ def write_failure_message(target: Path, error: Exception) -> str:
         number = int(match[1]) if match else None
     remedy = _REMEDY if number is None else _REMEDIES.get(number, _REMEDY)
     return (
-        f"{target}: this checkpoint could not be written ({_reason(error)}), and what "
-        f"was written of it is removed. {remedy}. The state is as it was"
+        f"{target}: this checkpoint could not be written ({_reason(error)}); its files "
+        f"are removed. {remedy}. The state is as it was"
     )
 
 

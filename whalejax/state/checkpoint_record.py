@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 FORMAT: Final = 1
-"""Version of the record. WhaleJAX of before there were hashes reads records with
-hashes."""
+"""Version of the record. Records with and without hashes have the same version."""
 
 UNFINISHED_SUFFIX: Final = ".unfinished"
 """Suffix of a checkpoint's name until it is complete."""
@@ -38,7 +37,7 @@ OTHER_OPTIMIZER: Final = (
     'step.restore(path, only="model") takes it, keeps the step counter and begins the '
     "optimizer anew; keep_schedule=True lets its schedule go on"
 )
-"""Remedy: restores a model without its optimizer."""
+"""Remedy for a checkpoint of another optimizer."""
 
 _HASH: Final = "record_sha256"
 _OLDER: Final = frozenset(
@@ -47,14 +46,14 @@ _OLDER: Final = frozenset(
 )
 MODEL_SECTIONS: Final = ("params", "rest")
 _LINEN: Final = "params."
-"""Prefix of the name of a Linen parameter that is not trained."""
+"""Prefix of the names of Linen parameters that are not trained."""
 
 LONGEST_REASON: Final = 200
-"""Largest number of characters that an error quotes of another library's message."""
+"""Maximum number of characters that an error quotes from another library's message."""
 
 
 Place = tuple[str, str]
-"""Identifies a leaf: the field of the state, and the name in it."""
+"""Identity of a leaf: the field of the state, and the name within the field."""
 
 
 class DamagedCheckpoint(WhaleError):
@@ -67,8 +66,8 @@ class Leaf:
 
     Attributes:
         section: Field of the state.
-        name: Dotted path inside the section; for a parameter, the plan's path.
-        shape: Shape of the global array; for random keys, without the key's data.
+        name: Dotted path inside the section; a parameter's path in the plan.
+        shape: Shape of the global array; for random keys, the shape of the key array.
         dtype: Name of the dtype, such as ``"float32"``, or ``"key<fry>"`` for random
             keys.
         key_impl: Name of the random keys' algorithm, or empty.
@@ -82,12 +81,12 @@ class Leaf:
 
     @property
     def place(self) -> Place:
-        """The place that identifies the leaf."""
+        """The section and name, which identify the leaf."""
         return self.section, self.name
 
     @property
     def form(self) -> str:
-        """The type and shape, such as ``"float32[240, 960]"``."""
+        """The dtype and shape, such as ``"float32[240, 960]"``."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -143,7 +142,7 @@ def write_record(
     """Writes the record of a checkpoint after all its files.
 
     Args:
-        building: Directory of the checkpoint.
+        building: Directory of the unfinished checkpoint.
         leaves: Descriptions of all arrays of the state.
         plan: Plan of the state.
         file_sha256: Hash of each file.
@@ -164,8 +163,8 @@ def write_record(
         },
         "file_sha256": dict(file_sha256),
     }
-    # The hash is first, and fields that older records lack are at the end. So no
-    # truncation turns a record with hashes into one without.
+    # The record's own hash is first, and fields that older records lack are last. So a
+    # truncated record never looks like a complete record without hashes.
     whole = {_HASH: _hash_of(record), **record}
     (building / RECORD).write_text(json.dumps(whole, indent=1))
 
@@ -177,13 +176,13 @@ def _hash_of(record: Mapping[str, Any]) -> str:
 
 
 def read_record(target: Path) -> Record:
-    """Reads the description of a checkpoint, without comparing the hashes of its files.
+    """Reads the record of a checkpoint; does not compare the hashes of the files.
 
     Raises:
         DamagedCheckpoint: The record cannot be read or was changed, or files are
-            missing or have another size; lists all.
-        WhaleError: No checkpoint exists at that path, it cannot be accessed, or it has
-            another format.
+            missing or have another size.
+        WhaleError: No checkpoint exists at that path, or it cannot be accessed, or it
+            has another format.
     """
     try:
         is_there = target.is_dir()
@@ -243,7 +242,7 @@ def read_record(target: Path) -> Record:
 
 
 def _refuse_parent(target: Path) -> None:
-    """Raises an error with the checkpoints inside a folder that is not one itself."""
+    """Raises an error that names the checkpoints inside a folder of checkpoints."""
     inside = sorted(one.parent.name for one in target.glob(f"*/{RECORD}"))
     if inside:
         names = ", ".join([*["…"][: max(0, len(inside) - 3)], *inside[-3:]])
@@ -260,10 +259,10 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
 
 
 def _record_of(record: Mapping[str, Any]) -> Record:
-    """Returns the description in a complete record.
+    """Converts a complete record.
 
     Raises:
-        ValueError: A field has another form; other errors are possible.
+        ValueError: A field has another form. Other classes of errors are possible.
     """
     leaves = tuple(
         Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
@@ -320,10 +319,12 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
 def moved_places(
     saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
 ) -> dict[Place, Place]:
-    """Matches leaves that are trained only in the checkpoint, or only in the state.
+    """Matches leaves that are trained in the checkpoint and frozen in the state.
+
+    It also matches the reverse.
 
     Returns:
-        Requested place of each such leaf, by its place in the checkpoint.
+        Requested place of each matched leaf, by its place in the checkpoint.
     """
     places: dict[Place, Place] = {}
     for section, name in saved:
@@ -352,7 +353,7 @@ def check_same(
         remedy: Remedy if only the optimizer differs.
 
     Raises:
-        WhaleError: Leaves differ; lists all.
+        WhaleError: Leaves differ.
     """
     problems = Problems()
     is_model = False
@@ -371,7 +372,7 @@ def check_same(
         there, here = saved.get(place), wanted.get(place)
         if place in known:
             continue
-        # The new state's key may have another algorithm; the saved key is used.
+        # The saved key is used, so the requested key may have another algorithm.
         if there and here and (there.form == here.form or there.section == "rng"):
             continue
         is_model = is_model or place[0] in MODEL_SECTIONS

@@ -1,9 +1,9 @@
 """A lock on a folder of checkpoints, so that one run at a time writes there.
 
 Two runs that save into one folder would remove each other's checkpoints. The lock is a
-system lock on a file that names its owner, so it is released when that process ends for
-any reason. On a file system without locks, the file itself is the lock, unless its
-owner has ended. The module does not need JAX, so commands can check a lock fast.
+system lock on a file that names its owner. The system releases it when the owner ends
+for any reason. On a file system without locks, the file itself is the lock until its
+owner has ended. This module imports no JAX, so commands can check a lock fast.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class FolderLock:
         """Acquires the lock.
 
         Raises:
-            WhaleError: Another run has the lock (the message names it), or the folder
-                cannot be written.
+            WhaleError: Another run has the lock, or the folder cannot be written.
         """
         try:
             self._is_new = not self.folder.exists()
@@ -83,11 +82,10 @@ class FolderLock:
         self._give_up()
 
     def _say_who(self) -> None:
-        """Writes the owner into the lock's file; on a full disk the lock still holds.
+        """Writes the owner into the lock's file; a full disk matters only in a new one.
 
         The text of an earlier run is overwritten before truncation, which needs no
-        space. With a full disk a new folder is refused, as nothing could be saved
-        there.
+        space. A new folder on a full disk is refused, because nothing can be saved.
         """
         owner = {
             "pid": os.getpid(),
@@ -106,18 +104,18 @@ class FolderLock:
 
     def _give_up(self) -> None:
         with contextlib.suppress(OSError):
-            # Removed while locked: the next owner creates its own file. If ours was
-            # already removed, the path may have the file of another run.
+            # Remove the file while it is locked; the next owner creates its own. If
+            # this file is already removed, the path may have another run's file.
             if self._opened >= 0 and _is_at(self._opened, self.folder / LOCK):
                 (self.folder / LOCK).unlink()
             if self._is_new:
-                self.folder.rmdir()  # Only succeeds if nothing was written there.
+                self.folder.rmdir()  # succeeds only if the folder is empty
         if self._opened >= 0:
             os.close(self._opened)
         self._opened = -1
 
     def _acquire(self) -> int:
-        """Returns the descriptor of the locked file; reuses a dead process's file."""
+        """Returns the descriptor of the locked file; may reuse an abandoned file."""
         path, left = self.folder / LOCK, _TRIES
         while True:
             left -= 1
@@ -162,7 +160,7 @@ class FolderLock:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no run has locked a folder, on any machine.
+    """Returns whether no run on any machine has locked a folder.
 
     If the file system has locks, this briefly acquires a shared lock.
     """
@@ -185,9 +183,9 @@ def is_free(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run that has not ended has locked a folder; does not lock it.
+    """Returns whether a live run has locked a folder; does not lock it.
 
-    A run on another machine counts as not ended, as its process cannot be seen here.
+    A run on another machine counts as live, because its process cannot be seen here.
     """
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)

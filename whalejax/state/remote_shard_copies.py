@@ -1,8 +1,7 @@
-"""Copies on other machines: each process also sends a copy of its shards to one of
-them.
+"""Copies on other machines: each process sends a copy of its shards to another machine.
 
-So the loss of a machine costs no more than that of a process. Restarted processes read
-files that their own machine lacks from a machine that has them.
+So the loss of a machine costs no more than the loss of a process. If a restarted
+process's machine lacks a file, the process reads it from a machine that has it.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class CopyHolder:
 
     Attributes:
         machine: Machine of the process.
-        folder: Folder of its copies; agents of one machine may have different ones.
-        host, port: Address on which it answers; unused if all have one folder.
+        folder: Folder of its copies; agents of one machine may have different folders.
+        host, port: Address at which it serves copies; unused if all share one folder.
     """
 
     machine: str
@@ -81,8 +80,8 @@ class CopyHolder:
 def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None:
     """Returns the holder of a second copy for a process; None on a single machine.
 
-    Process k of a machine puts its copies at process k of the next one, modulo that
-    machine's number of processes.
+    Process k of a machine sends its copies to process k of the next machine, modulo
+    that machine's number of processes.
 
     Args:
         holders: Holders of all ranks, in order.
@@ -106,7 +105,7 @@ class CopyExchange:
     """Stores copies from other machines in a folder, and serves parts of its files.
 
     Attributes:
-        host, port: Address of this exchange for others.
+        host, port: Address at which other machines reach this exchange.
     """
 
     def __init__(self, folder: Path, key: Key, host: str) -> None:
@@ -118,7 +117,7 @@ class CopyExchange:
             host: Address at which other machines reach this one.
 
         Raises:
-            OSError: The address cannot be listened on.
+            OSError: The address is not available.
         """
         self._folder = folder
         listening = listen(host)
@@ -134,14 +133,14 @@ class CopyExchange:
     # For this process.
 
     def send(self, path: Path, holder: CopyHolder) -> None:
-        """Puts a file on another machine.
+        """Sends a file to another machine, under the same name.
 
         Args:
-            path: Path of the file, whose name it keeps.
-            holder: Holder that receives it.
+            path: Path of the file.
+            holder: Process that receives the file.
 
         Raises:
-            OSError: The file cannot be read here, or was refused there.
+            OSError: The file cannot be read, or the receiver refused it.
         """
         address = holder.host, holder.port
         whole = np.memmap(path, np.uint8, "r")
@@ -172,7 +171,7 @@ class CopyExchange:
         taken = CopyStored()
         if place and not draft.exists():
             if asked.last and path.exists():
-                return taken  # a duplicate part
+                return taken  # The part is a duplicate.
             raise RefusedRequestError("missing", f"{name} lacks bytes before {place}")
         try:
             with draft.open("r+b" if place else "wb") as file:
@@ -254,7 +253,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def remove_others(folder: Path, kept: Iterable[str]) -> None:
-    """Removes other files, such as those of an interrupted generation."""
+    """Removes all files of a folder except ``kept``."""
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()

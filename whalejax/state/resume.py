@@ -1,7 +1,6 @@
 """Resumes a run from its newest undamaged checkpoint, at the next sample.
 
-A resumed run may have another batch size, and its latest checkpoint may be damaged. The
-command line and scripts share this code.
+A resumed run may have another batch size, and its newest checkpoint may be damaged.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from whalejax.user_code.losses import Job
 
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""Suffix of the name of a damaged checkpoint."""
+"""Suffix by which a damaged checkpoint is renamed."""
 
 
 @contextmanager
@@ -67,10 +66,10 @@ class RestoredRun:
     """A restored state.
 
     Attributes:
-        state: State that was saved.
+        state: Restored state.
         checkpoint: Path of its checkpoint.
-        notes: Notes for the user: damaged checkpoints, and whether this one could be
-            checked.
+        notes: Notes for the user on damaged checkpoints, on a checkpoint without
+            hashes, and on another number of micro-batches.
     """
 
     state: TrainState
@@ -79,9 +78,9 @@ class RestoredRun:
 
 
 def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
-    """Whether a step depends on the division of its batch into micro-batches.
+    """Returns whether results depend on the number of micro-batches.
 
-    It does if each micro-batch has its own loss, or if it draws random numbers.
+    They do if the loss of a micro-batch is not a mean over samples, or is random.
     """
     keys = any(is_key(leaf) for leaf in jax.tree.leaves(adapter.rest))
     return plan.per_micro_batch or adapter.takes_rng or keys
@@ -117,7 +116,7 @@ def restore_newest(
         checkpoints: Checkpoints, the newest first.
 
     Raises:
-        WhaleError: All checkpoints are damaged, or one is another model's.
+        WhaleError: All checkpoints are damaged, or one is of another model.
     """
     damaged: list[tuple[Path, str]] = []
     for path in checkpoints:
@@ -152,16 +151,16 @@ def restore_or_init(
     make_model: Callable[..., Any],
     rng: Any,
 ) -> Any:
-    """Returns the state of a folder's newest undamaged checkpoint, or else a new one.
+    """Returns the state of a folder's newest undamaged checkpoint, or a new state.
 
     Args:
         step: Step that restores a checkpoint and initialises states.
-        parameter: Name of the caller, for errors.
+        parameter: Name of the calling function, for errors.
         folder: Folder of checkpoints, which need not exist.
         make_model, rng: Arguments of ``init``.
 
     Raises:
-        WhaleError: A checkpoint is another model's, or all are damaged.
+        WhaleError: A checkpoint is of another model, or all are damaged.
     """
     problems = Arguments(parameter)
     problems.path("folder", folder, "the path of a folder of checkpoints")
@@ -175,7 +174,7 @@ def restore_or_init(
 
 
 def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[str]:
-    """Returns the note on another number of micro-batches, if results depend on it."""
+    """Returns a note if another number of micro-batches changes the results."""
     before, now = record.num_micro_batches, step.plan.num_micro_batches
     if before in (None, now) or not step.parts_matter:
         return []
@@ -187,18 +186,18 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
 
 
 def agreed_checkpoints(folder: Path) -> list[Path]:
-    """Returns, in all processes, the checkpoints that the first process finds.
+    """Returns in all processes the checkpoints that the first process finds.
 
     If each process listed the folder itself, they could resume from different
-    checkpoints: a process may be writing or removing one, and hosts see changes of a
-    shared folder at different times. All processes call this.
+    checkpoints, because hosts see changes of a shared folder at different times. All
+    processes call this.
 
     Args:
         folder: Folder of the checkpoints.
 
     Raises:
         WhaleError: The folder cannot be read, or a process does not see the newest
-            checkpoint; raised in all processes.
+            checkpoint. All processes raise it.
     """
     names = told_by_first(
         lambda: json.dumps([path.name for path in checkpoints(folder)]),
@@ -247,11 +246,11 @@ def _free(path: Path) -> Path:
 def batches_from(
     job: Job, size: int, *, step: int, samples: int
 ) -> Callable[[int], Any]:
-    """Returns a function from a step to its global batch, for a resumed run.
+    """Returns a function from the number of a step to its global batch.
 
-    It starts at the first new sample, also if the earlier samples are not a multiple of
-    the batch size: then a batch has the end of one batch of the job and the beginning
-    of the next.
+    It starts after the samples of the earlier steps. If these are not a multiple of the
+    batch size, a batch has the end of one batch of the job and the beginning of the
+    next.
 
     Args:
         job: Job that makes batches by number.
@@ -287,7 +286,7 @@ def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
 
 def _concat_batches(here: Any, after: Any, rest: int, size: int) -> Any:
     if np.shape(here)[:1] != (size,):
-        return after  # A leaf without samples, such as a scalar.
+        return after  # a leaf without samples, such as a scalar
     numbers: Any = jnp if isinstance(here, jax.Array) else np
     return numbers.concatenate([here[rest:], after[:rest]])
 
@@ -300,7 +299,7 @@ def steps_of(path: Path) -> int:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    """Returns the checkpoints in a directory, those of the most steps first.
+    """Returns the paths of the checkpoints in a directory, the most steps first.
 
     Args:
         save_dir: Folder of the checkpoints.

@@ -1,9 +1,9 @@
-"""Files of copies: the shards that a process writes, and reads in another layout.
+"""Files with copies of a process's shards, which processes read in any layout.
 
-If several processes share one model, none has all of it, and the failure of one ends
-all. Each writes its shards to a file of a memory file system, in parallel with its
-steps and more often than checkpoints. Restarted processes, whatever their number, read
-what they need from the newest complete set.
+If one model is sharded over several processes, the failure of one ends all. So each
+process writes its shards to a file of a memory file system while its steps run, more
+often than checkpoints. Any number of restarted processes can read the shards that they
+need from the newest complete set.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LONGEST_HEADER: Final = 1 << 28
 Box = tuple[tuple[int, int], ...]
 
 Part = tuple[dict[str, Any], np.ndarray]
-"""Description of a part of a leaf, and the part's values. The description is written as
-JSON; its ``leaf`` identifies the leaf in a state."""
+"""Description of a part of a leaf, to write as JSON, and the values of the part. The
+description's ``leaf`` identifies the leaf in a state."""
 
 
 class BadCopies(WhaleError):
@@ -82,7 +82,7 @@ class CopyFile(Protocol):
         """Returns a range of bytes.
 
         Raises:
-            OSError: They cannot be read.
+            OSError: The bytes cannot be read.
         """
         ...
 
@@ -102,21 +102,21 @@ class CopiedPart:
 
         Args:
             about: Description of the part.
-            place: First byte in the file.
-            file: The file.
+            place: Index of the first byte in the file.
+            file: File with the part.
             name: Name of the leaf.
         """
         self.about, self.name = about, name
         self._place, self._file = place, file
 
     def values(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Returns the values, after a comparison with their hash.
+        """Returns the values, and checks their hash.
 
         Args:
-            shape, dtype: Shape and type of the part.
+            shape, dtype: Shape and dtype of the part.
 
         Raises:
-            BadCopies: They cannot be read, were changed, or have another type.
+            BadCopies: The values cannot be read, were changed, or have another type.
         """
         size = int(np.prod(shape)) * dtype.itemsize
         try:
@@ -133,16 +133,16 @@ class CopiedPart:
 
 
 CopiedParts = Mapping[tuple[str, ...], Sequence[CopiedPart]]
-"""All parts of a set, by the place of their leaf."""
+"""All parts of a set of copies, by the place of their leaf."""
 
 
 class CopiedStates(Protocol):
-    """Copies of states of one kind in parts, which other layouts can read."""
+    """Divides states of one kind into parts, from which any layout can be read."""
 
     def parts(self, state: Any) -> list[Part]:
         """Returns this process's part of each leaf, in host memory.
 
-        Each value of the state is in a part of exactly one process.
+        Each value of the state is in the parts of exactly one process.
 
         Args:
             state: State to copy, which is not donated.
@@ -156,7 +156,7 @@ class CopiedStates(Protocol):
             found: Parts of all processes.
 
         Raises:
-            BadCopies: They belong to another state, or are damaged.
+            BadCopies: The parts belong to another state, or are damaged.
         """
         ...
 
@@ -212,7 +212,7 @@ def arrays_of(found: CopiedParts, leaves: Iterable[tuple[Leaf, Any]]) -> list[An
         leaves: Descriptions of the arrays, and abstract arrays with layouts.
 
     Raises:
-        BadCopies: They belong to other arrays, or are damaged.
+        BadCopies: The parts belong to other arrays, or are damaged.
     """
     values = []
     for leaf, aval in leaves:
@@ -228,7 +228,7 @@ def arrays_of(found: CopiedParts, leaves: Iterable[tuple[Leaf, Any]]) -> list[An
 
 
 def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
-    """Returns the complete sets, the newest first.
+    """Returns the complete sets among file names, the newest first.
 
     >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
     [7]
@@ -279,15 +279,15 @@ class Copies:
         rank: int,
         send: Callable[[Path], None] | None = None,
     ) -> None:
-        """Writes parts of a state in parallel with the steps.
+        """Writes parts of a state while the steps run.
 
         Args:
-            parts: Parts of this process, from ``CopiedStates.parts``; the list is
-                emptied when they are written.
-            samples: Number of samples of all steps until the state, or None.
-            copied: Set that the copy belongs to.
+            parts: Parts of this process, from ``CopiedStates.parts``. The list is
+                emptied after the write.
+            samples: Number of samples of the finished steps, or None if unknown.
+            copied: Set to which the copy belongs.
             rank: Rank of this process.
-            send: Function that puts the file on another machine; raises ``OSError`` on
+            send: Function that sends the file to another machine; raises ``OSError`` on
                 failure.
         """
         self.wait()
@@ -297,7 +297,7 @@ class Copies:
             began = time.monotonic()
             try:
                 self._write(path, parts, samples)
-                parts.clear()  # They need as much memory as the file.
+                parts.clear()  # The parts need as much memory as the file.
                 if send is not None:
                     send(path)
             except OSError as error:
@@ -321,9 +321,7 @@ class Copies:
             self._thread = None
 
     def problem(self) -> str:
-        """Returns, once, the reason why the last set was not written or sent; empty
-        without one.
-        """
+        """Returns once why the last set was not written or sent; empty if it was."""
         problem, self._error = self._error, ""
         return problem
 
@@ -352,7 +350,7 @@ class Copies:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """Returns the bytes of an array, also of a type without a buffer, as bfloat16."""
+    """Returns the bytes of an array, even of a type without a buffer, as bfloat16."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -387,7 +385,7 @@ def read_copies(
         states: Kind of the state.
 
     Raises:
-        BadCopies: They belong to another state, or are damaged.
+        BadCopies: The copies belong to another state, or are damaged.
     """
     found: dict[tuple[str, ...], list[CopiedPart]] = {}
     samples = None
@@ -459,7 +457,7 @@ def _make_sharded_array(aval: Any, fill: Filler) -> Any:
         if box not in known:
             known[box] = fill(box, dtype)
         one = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        # A separate buffer, which a step may donate.
+        # A step may donate the array, so it needs its own buffer.
         arrays.append(jax.device_put(known[box], one, may_alias=False))
     sharded_array = jax.make_array_from_single_device_arrays(
         raw.shape, sharding, arrays, dtype=dtype

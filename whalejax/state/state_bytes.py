@@ -11,7 +11,7 @@ import numpy as np
 
 
 PIECE_BYTES: Final = 1 << 24
-"""Bytes of a state in one message."""
+"""Maximum bytes of a state in one message."""
 
 
 def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -39,7 +39,7 @@ def unpacked(avals: Sequence[Any], data: np.ndarray) -> list[np.ndarray] | None:
 
 
 def piece_count(size: int) -> int:
-    """Returns the number of messages for a state of some bytes."""
+    """Returns the number of messages for a state of ``size`` bytes."""
     return max(1, -(-size // PIECE_BYTES))
 
 

@@ -1,9 +1,9 @@
 """Checkpoints of states with tables: full tables, independent of the placement.
 
-Tables and the state of their rows are written in row order, under their paths, so that
-a checkpoint of any placement can be read into any other. If several processes write
-it, each has a part of the rows of every table. Files, hashes and records are the same
-as for other checkpoints.
+Tables and the state of their rows are written in row order under their paths, so any
+placement can read a checkpoint of any other. If several processes write it, each writes
+a part of the rows of every table. Files, hashes and records have the format of other
+checkpoints.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from whalejax.state.checkpoint_record import Leaf, Record, check_same
 
 
 Sections = dict[str, dict[str, Any]]
-"""Arrays of a state by section and by path."""
+"""Arrays of a state, by section and then by path."""
 
 _GROUP_BYTES: Final = 2**28
-"""Bytes of the arrays that are read from a checkpoint at once."""
+"""Maximum bytes of the arrays that are read from a checkpoint together."""
 
 
 def save_sections(
@@ -57,7 +57,7 @@ def save_sections(
         wanted: Arrays, real or abstract, without the padding of ``rows_by_process``;
             None if no array is padded.
         before_it_appears: Function called when everything is written; if it raises,
-            nothing remains.
+            the files are removed.
 
     Raises:
         WhaleError: The path exists already, or it cannot be written.
@@ -86,10 +86,10 @@ def restore_sections(
         wanted: Arrays, real or abstract, with the required shapes and types.
 
     Returns:
-        Host arrays by section and path, each read when it is asked for.
+        Host arrays by section and path; each is read on access.
 
     Raises:
-        WhaleError: No checkpoint exists, it is damaged, or it is another model's.
+        WhaleError: No checkpoint exists, or it is damaged or of another model.
     """
     target = existing_path(path)
     record = checked(target)
@@ -111,7 +111,7 @@ def restore_sections(
 
 
 class _Reader:
-    """Reads arrays of a checkpoint, some at a time."""
+    """Reads arrays of a checkpoint in groups."""
 
     def __init__(self, target: Path, record: Record, leaves: Sequence[Leaf]) -> None:
         self._target, self._record = target, record
@@ -129,9 +129,7 @@ class _Reader:
         self._read: dict[tuple[str, ...], Any] = {}
 
     def value(self, place: tuple[str, ...]) -> Any:
-        """Returns an array; reads its whole group, and keeps that until it reads
-        another.
-        """
+        """Returns an array; reads its group, unless that was the last group read."""
         if place not in self._read:
             group = next(g for g in self._groups if any(x.place == place for x in g))
             self._read = {}
@@ -145,7 +143,7 @@ class _Reader:
 
 
 class _SavedSection(Mapping[str, Any]):
-    """Arrays of a section of a checkpoint by path, read when they are asked for."""
+    """Arrays of a section of a checkpoint by path, each read on access."""
 
     def __init__(self, reader: _Reader, section: str, names: tuple[str, ...]) -> None:
         self._reader, self._section, self._names = reader, section, names
@@ -165,7 +163,7 @@ def _unpadded(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 def rows_by_process(gather: Callable[[range], np.ndarray], rows: int) -> Any:
-    """Returns an array of which each process has an equal number of rows, to save it.
+    """Returns an array for a checkpoint, with an equal number of rows in each process.
 
     It is in host memory, and padded to a multiple of the number of processes.
 

@@ -1,7 +1,7 @@
 """Reads and writes checkpoints of a swarm, which are independent of its plan.
 
-A snapshot has the arrays of each stage; a checkpoint is an ordinary training state,
-which any plan restores. Both have the same arrays, in another order.
+A snapshot has the arrays of each stage. A checkpoint is an ordinary training state,
+which any plan can restore. Both have the same arrays in different orders.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from whalejax.swarm_runtime.trainers.trainer_state import Snapshot
 
 
 class Checkpoints:
-    """Reads and writes the checkpoints of a staged job, for
-    ``state.async_checkpoints``.
-    """
+    """Reads and writes the checkpoints of a staged job."""
 
     def __init__(self, cut: StagedJob) -> None:
         """Stores the job whose states are written."""
@@ -45,7 +43,7 @@ class Checkpoints:
     def snapshot_of(self, state: TrainState) -> Snapshot:
         """Returns the snapshot of a training state."""
         raw = [np.asarray(raw_array(x)) for x in jax.tree.leaves(state)]
-        # With delayed updates, previous values equal the current ones, as at the start.
+        # With delayed updates, the previous values start equal to the current ones.
         arrays = {
             stage: [
                 raw[n] for n in (*self._cut.leaf_numbers(stage), *self._cut.late(stage))
@@ -55,7 +53,7 @@ class Checkpoints:
         return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
-        """Returns the state of a checkpoint, whatever plan wrote it."""
+        """Returns the state of a checkpoint of any plan."""
         place = SingleDeviceSharding(self._cut.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -65,7 +63,7 @@ class Checkpoints:
         return state
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
-        """Returns the newest complete checkpoint of a folder with notes, or None.
+        """Returns the newest complete checkpoint of a folder and its notes, or None.
 
         Raises:
             WhaleError: A run with another batch size wrote it.
@@ -79,16 +77,16 @@ class Checkpoints:
     def _check_samples(self, state: TrainState, path: Path) -> None:
         """Refuses a checkpoint of a run with another batch size.
 
-        Peers identify a batch by the number of its step, so samples would be skipped or
-        used twice.
+        Peers identify a batch by the number of its step, so another batch size would
+        skip or repeat samples.
         """
         step, size = int(np.asarray(state.step)), self._cut.size
         if state.samples in (None, step * size):
             return
         raise WhaleError(
-            f"{path.name} saw {state.samples} samples in {step} steps, and batches of "
-            f"{size} would be {step * size}: a swarm goes on with batches of the same "
-            "size. Give the batch size that it was trained with, or another directory"
+            f"{path.name} has {state.samples} samples in {step} steps; expected "
+            f"{step * size}, as a swarm cannot change the batch size, which is {size}. "
+            "Give the batch size that it was trained with, or another directory"
         )
 
     @property
@@ -102,7 +100,7 @@ class Checkpoints:
         return depends_on_parts(self._cut.plan, self._cut.adapter)
 
     def copy_state(self, state: TrainState) -> TrainState:
-        """Returns the state itself, since a snapshot has its own arrays."""
+        """Returns the state itself, because a snapshot has its own arrays."""
         return state
 
     def save(

@@ -1,9 +1,9 @@
-"""The end of a step: each stage's peers sum the gradients in the ledger and apply them.
+"""The end of a step: the peers of each stage sum their gradients and apply them.
 
-Nothing is applied before the peers have all gradients of all stages. If peers fail
-before the sum, others recompute their micro-batches. Peers that fail after it are
-dropped, because the others make the same update. A peer that could not finish downloads
-the state of another before the next step.
+No peer applies gradients before the peers have all gradients of all stages. If peers
+fail before the sum, others recompute their micro-batches. Peers that fail after the sum
+are dropped, because the others make the same update. A peer that did not finish the
+update downloads the state from another peer before the next step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from whalejax.wire.swarm_messages import Holders, StageValues, Sum, Summed, Upda
 
 
 class SwarmStepCommit:
-    """The end of one step."""
+    """Sum and update at the end of one step."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SwarmStepCommit:
 
         Raises:
             StageLost: A stage has no peer left.
-            StopRequested: The step is to end.
+            StopRequested: The process was asked to stop.
             WhaleError: The peers of a stage failed in all rounds.
         """
         context = self._context
@@ -87,8 +87,8 @@ class SwarmStepCommit:
     def sum_error(self) -> float | None:
         """Relative error that the wire format adds to the summed gradients.
 
-        It is the root of the total squared error over the total squared gradients; None
-        if gradients are sent uncoded.
+        It is the square root of the total squared error divided by the total squared
+        gradients. It is None if gradients are not encoded.
         """
         if self._context.sum_wire == "f32":
             return None
@@ -113,7 +113,7 @@ class SwarmStepCommit:
         return each
 
     def _complete(self) -> None:
-        """Seals the complete ledger; lost gradients are recomputed first."""
+        """Recomputes lost gradients, and seals the complete ledger."""
         context = self._context
         lacking = [0]
         for _ in range(MOST_ATTEMPTS):
@@ -138,7 +138,7 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Asks a stage's peers for the sum until all of them answer in one round."""
+        """Asks a stage's peers for the sum, until all answer in the same round."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for route in self._routes:
@@ -328,8 +328,8 @@ class SwarmStepCommit:
     ) -> dict[int, np.ndarray]:
         """Returns the values that most peers of a stage broadcast in a round.
 
-        Peers with other values are out of sync and leave; after the last round, also
-        those that have not answered.
+        Peers with other values are out of sync, and are dropped. After the last round,
+        peers without an answer are dropped too.
         """
         context = self._context
         is_last = level == context.cut.update.rounds - 1

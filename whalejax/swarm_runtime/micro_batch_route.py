@@ -1,12 +1,11 @@
 """The route of one micro-batch through the stages and back, over present peers.
 
-A small call asks each stage for its part; tensors go from peer to peer. If a peer is
-lost, others recompute those of its results that are still needed, and nothing else. If
-one peer cannot reach another, the trainer pings the other itself before it believes the
-report.
+The trainer makes a small call to a peer of each stage, and tensors go from peer to
+peer. If a peer is lost, others recompute only the results of it that are still needed.
+If a peer reports that it cannot reach another, the trainer first pings the other.
 
-The module is long because any point of the route may need results of a lost peer: parts
-of it would share all of ``MicroBatchRoute``'s state.
+The module is long because any point of the route may need results of a lost peer. So
+its parts would share all of ``MicroBatchRoute``'s state.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from whalejax.wire.swarm_messages import BackwardCall, Forward, MadeBy, Ping, Re
 
 
 MOST_ATTEMPTS: Final = 100
-"""Most attempts at one part of one micro-batch, after which the run ends."""
+"""Maximum number of attempts at one stage of a micro-batch; then the run ends."""
 
 PING_SECONDS: Final = 5.0
 """Seconds in which a peer that another cannot reach must answer the trainer."""
@@ -60,11 +59,11 @@ class Counts:
     """Counts of faults in a run, and of recoveries.
 
     Attributes:
-        failed: Calls without an answer.
-        late: Number of those that missed their deadline.
-        refused: Answers that were refusals.
-        recomputed: Parts of micro-batches that were recomputed.
-        late_answers: Answers to abandoned calls.
+        failed: Number of calls without an answer.
+        late: Number of calls that missed their deadline.
+        refused: Number of refused calls.
+        recomputed: Number of recomputed results of a stage for a micro-batch.
+        late_answers: Number of answers to abandoned calls.
     """
 
     failed: int = 0
@@ -82,14 +81,14 @@ class StepContext:
         cut, fleet, caller: Staged job, peers and connections of the run.
         ledger: Ledger of the step.
         lock: Lock of the ledger and the counts.
-        run, generation, step: Identity of the run and its generation, and the number of
-            the step.
+        run, generation, step: Identifier of the run, and numbers of its generation and
+            of the step.
         state: Number of completed steps of the state with which calls compute.
-        batch: Address of the process that gives micro-batches.
+        batch: Address of the process from which peers get micro-batches.
         sum_wire: Wire format of gradients during their reduction over a stage's peers.
         call_seconds: Deadline of a call.
-        await_peer: Function that waits until a stage has a usable peer; raises if it
-            will have none.
+        await_peer: Function that waits until a stage has a usable peer; raises
+            ``StageLost`` if it will have none.
         tell: Function that reports events.
         counts: Counts of the run.
         not_finite: Peers with a non-finite result since the last applied step, by step,
@@ -97,7 +96,7 @@ class StepContext:
         overflowed: Peers with non-finite sums or states, by stage.
         failures: Number of errors that peers raised since the last applied step, by
             step, call, stage and micro-batch.
-        stop: Event that ends the step at once.
+        stop: Event that ends the step immediately.
     """
 
     cut: StagedJob
@@ -152,7 +151,7 @@ class StepContext:
             self.tell("lost", peer=name, why=why, parts=len(parts))
 
     def member(self, name: str) -> PeerRecord | None:
-        """Returns a peer by name; None if its lease has ended."""
+        """Returns a peer by name, or None after the end of its lease."""
         return next((m for m in self.fleet.members() if m.name == name), None)
 
     def unreached(
@@ -164,16 +163,16 @@ class StepContext:
         loses: bool = True,
         late: bool = False,
     ) -> None:
-        """Finds out which of two peers is at fault if one cannot reach the other.
+        """Finds which of two peers is at fault if one cannot reach the other.
 
-        That peer is dropped; neither is if this remains unclear.
+        The peer at fault is dropped. If the fault remains unclear, neither is dropped.
 
         Args:
             reporter: Peer that reports the fault.
             blamed: Peer that it could not reach.
             why: Reason, as a clause.
             loses: Whether the dropped peer's results are recomputed.
-            late: Whether the other took too long, as after a pause of its process.
+            late: Whether the other peer took too long, as after a pause of its process.
         """
         fleet, culprit = self.fleet, blamed
         try:
@@ -223,7 +222,7 @@ class StepContext:
     def broken(
         self, what: str, stage: int, number: int, member: PeerRecord, why: str
     ) -> None:
-        """Records an error in a peer; if all serving peers fail, the run ends.
+        """Records an error of a peer; the run ends if all peers of the stage fail.
 
         Args:
             what: Call that failed, as a phrase.
@@ -253,11 +252,11 @@ class StepContext:
             )
 
     def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
-        """Records a non-finite result; the peer gets a long pause.
+        """Records a non-finite result, and pauses the peer for long.
 
         Raises:
-            WhaleError: Another peer made a non-finite result too, so the model is at
-                fault; or no other peer can compute it.
+            WhaleError: Another peer also made a non-finite result, so the model is at
+                fault. Or no other peer can compute it.
         """
         with self.lock:
             key = self.step, phase, stage
@@ -292,7 +291,7 @@ class StageResult:
     Attributes:
         member: Peer with the result.
         attempt: Attempt of the call that made it.
-        lost: Relative squared error that the wire format adds.
+        lost: Relative squared error that the wire format added.
     """
 
     member: PeerRecord
@@ -324,12 +323,12 @@ class MicroBatchRoute:
         """Sends the micro-batch through all stages and back.
 
         Args:
-            first: Largest attempt number that may be another trainer's.
+            first: Attempt number above which this trainer's attempts begin.
 
         Raises:
             StageLost: A stage has no peer left.
-            StopRequested: The step is to end.
-            WhaleError: The model or the code of the peers is at fault, or one part was
+            StopRequested: The process was asked to stop.
+            WhaleError: The model or the code of the peers is at fault, or a stage was
                 tried too often.
         """
         with self._lock:
@@ -384,7 +383,7 @@ class MicroBatchRoute:
     ) -> None:
         """Adopts another trainer's results for this micro-batch.
 
-        Results of peers that are lost by now are recomputed before the sum.
+        Results of peers that were lost meanwhile are recomputed before the sum.
 
         Args:
             trainer: Name of the trainer.
@@ -393,7 +392,7 @@ class MicroBatchRoute:
             attempts: Possible attempt numbers of the other trainer.
 
         Raises:
-            RefusedRequestError: The values are no result of a micro-batch.
+            RefusedRequestError: The values are not a result of this micro-batch.
         """
         context, stages = self._context, range(self._context.cut.stages)
         wanted = [(str(Phase.BACKWARD), s) for s in stages]
@@ -402,8 +401,8 @@ class MicroBatchRoute:
         if named != sorted(wanted) or any(one[4] not in attempts for one in made):
             raise RefusedRequestError(
                 "answer",
-                f"{trainer} sent what is no result of micro-batch {self._number}, of "
-                f"{len(stages)} stages and attempts {attempts.start} to "
+                f"{trainer} sent an invalid result of micro-batch {self._number}; "
+                f"expected {len(stages)} stages and attempts {attempts.start} to "
                 f"{attempts.stop - 1}",
                 trainer,
             )
@@ -515,9 +514,7 @@ class MicroBatchRoute:
         return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: PeerRecord) -> Attempt | None:
-        """Begins an attempt in the ledger; returns None for a forward pass, whose
-        result may be made twice.
-        """
+        """Begins an attempt in the ledger; forward passes have none, so None."""
         context = self._context
         with context.lock:
             if (str(phase), stage) in self._made:
@@ -576,7 +573,7 @@ class MicroBatchRoute:
         """Records the peer at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
         if context.stop.is_set():
-            raise StopRequested  # The step may be over: nobody is at fault.
+            raise StopRequested  # No peer is at fault: the step may be over.
         seconds = fleet.now() - begun
         self._failure = f"{member.name}: {error}"
         with context.lock:
@@ -611,7 +608,7 @@ class MicroBatchRoute:
             self._blamed(member, error)
 
     def _cut_off(self, member: PeerRecord, why: str) -> None:
-        """Drops a peer that cannot reach the trainer, if its stage has others."""
+        """Drops a peer that cannot reach the trainer, if its stage has other peers."""
         context = self._context
         context.tell("failed", peer=member.name, why=why)
         if len(context.fleet.usable(member.stage)) > 1:
@@ -620,7 +617,7 @@ class MicroBatchRoute:
             context.lose(member, why)
 
     def _blamed(self, reporter: PeerRecord, error: UnansweredError) -> None:
-        """Handles a report that another peer did not give a requested value."""
+        """Handles a report that another peer did not send a requested value."""
         context = self._context
         result = self._made_by(error.blame)
         blamed = context.member(error.blame) if result is None else result[2].member

@@ -1,8 +1,8 @@
-"""A process of a swarm that serves one stage: joins, announces itself, leaves in order.
+"""A process of a swarm that serves one stage: it joins, announces itself and leaves.
 
 It continues while the registry is unavailable, and joins again if the registry has
-forgotten it. A request to leave (SIGTERM, Ctrl-C) takes effect after the step, however
-long that takes, so that no other peer recomputes its results.
+forgotten it. A request to leave (SIGTERM, Ctrl-C) takes effect after the current step,
+so that no other peer has to recompute its results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Peer(SwarmProcess):
 
     Attributes:
         worker: Worker of the peer.
-        refused: Reason why the registry refused the latest announcement; else empty.
+        refused: Reason why the registry refused the last announcement, or empty.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Peer(SwarmProcess):
             key: Key of the swarm.
             registry: Address of the registry.
             stage: Number of the stage to serve, or ``ANY``.
-            host, port: Address on which it listens; others reach it there.
+            host, port: Address on which it listens and is reached.
             wire: Wire format of tensors, the same for all peers.
             sum_wire: Wire format of gradients during their reduction over a stage's
                 peers.
@@ -112,17 +112,17 @@ class Peer(SwarmProcess):
         """
         self._join()
         self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()  # Before compiling, which may outlast a lease.
+        self._thread.start()  # The compilation may take longer than a lease.
         self.worker.serve(self._wanted)
         self._try_to_announce()
 
     def leave(self) -> None:
-        """Requests to leave; see ``SwarmProcess``."""
+        """Requests to leave after the step; see ``SwarmProcess``."""
         super().leave()
         self._wake.set()
 
     def close(self) -> None:
-        """Leaves at once; its results are lost."""
+        """Leaves immediately; the peer's results are lost."""
         self._ended.set()
         self._wake.set()
         super().close()
@@ -133,7 +133,7 @@ class Peer(SwarmProcess):
         self._ask_admission(self._join_once, self._beat_seconds)
 
     def _join_once(self) -> None:
-        # On another network, another address of this machine reaches the registry.
+        # After a change of network, another local address reaches the registry.
         self._address = told_address(self._service.address, self._registry)
         question = messages.Join(
             name=self.name,
@@ -147,7 +147,7 @@ class Peer(SwarmProcess):
         self.worker.enter(answer.run)
 
     def _move(self, asked: messages.MovePeer) -> messages.PeerMoved:
-        """Serves another stage; answers when its programs are compiled."""
+        """Serves another stage; answers once the stage's programs are compiled."""
         stage = asked.stage
         if not 0 <= stage < self._cut.stages:
             raise RefusedRequestError("stale", f"there is no stage {stage}")
@@ -173,7 +173,7 @@ class Peer(SwarmProcess):
         try:
             self._announce()
         except UnreachableProcessError:
-            return  # Other peers and the trainer may still need its results.
+            return  # Other peers and the trainer may still need this peer's results.
         except RefusedRequestError as error:
             self.refused = error.why
             return

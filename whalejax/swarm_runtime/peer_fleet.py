@@ -1,8 +1,8 @@
-"""The peers from a trainer's view: usable ones, and experience with each.
+"""A trainer's records of the peers: who has the state, who is usable, and how fast.
 
-The wiring decides which peer is next, and this module tells it what the registry knows.
-It also has the peers with the state of the current step, failed links between peers,
-and paused peers.
+The wiring chooses the peer of each call. This module gives it the peers that the
+registry knows. It also records which peers have the state of the current step, which
+links between peers have failed, and which peers are paused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.swarm_runtime.registry import PeerRecord
 
 
 class Fleet:
-    """Members by stage, with the wiring of each stage; thread-safe."""
+    """Peers by stage, with the wiring of each stage; thread-safe."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Fleet:
         return self._announced(self._clock())
 
     def synced(self, stage: int | None = None) -> list[PeerRecord]:
-        """Returns the peers with the state of the step, of one stage or all."""
+        """Returns the peers of a stage, or of all, that have the state of the step."""
         with self._lock:
             return [
                 m
@@ -65,7 +65,7 @@ class Fleet:
             ]
 
     def has(self, member: PeerRecord) -> bool:
-        """Whether a peer has the state and is usable, in the same stage."""
+        """Returns whether a peer still has the state of its stage and is usable."""
         return any(
             (m.name, m.incarnation) == (member.name, member.incarnation)
             for m in self.usable(member.stage)
@@ -143,8 +143,9 @@ class Fleet:
             )
 
     def seconds_per_task(self, member: PeerRecord) -> float | None:
-        """Returns the measured seconds per forward at a peer, including queue and wire;
-        None without a measurement.
+        """Returns the measured seconds of a forward call at a peer, or None.
+
+        They include the queue and the transfer.
         """
         with self._lock:
             return self._wirings[member.stage].seconds_per_task(member.name)
@@ -158,12 +159,11 @@ class Fleet:
     # Links between peers.
 
     def culprit(self, reporter: PeerRecord, blamed: PeerRecord) -> PeerRecord | None:
-        """Returns the peer at fault if one cannot reach another that answers the
-        trainer.
+        """Returns the peer at fault if one cannot reach another that answers pings.
 
-        If one of the two is the only peer of its stage, it is the other one. Otherwise
-        it is the one whose transfers failed with more partners. If both failed with
-        equally many, it is the reporter, because the other's process answers.
+        A peer that is the only one of its stage is never at fault. Of two others, it is
+        the one whose transfers failed with more partners. In a tie, it is the reporter,
+        because the blamed peer answers pings.
 
         Args:
             reporter: Peer that could not reach the other.
@@ -187,7 +187,7 @@ class Fleet:
             return blamed if counts[1] > counts[0] else reporter
 
     def is_first_delay(self, reporter: PeerRecord, blamed: PeerRecord) -> bool:
-        """Records that a peer waited too long for another; whether it is the first
+        """Records that a peer waited too long for another; returns if it is the first
         time.
         """
         pair = reporter.name, blamed.name
@@ -197,9 +197,7 @@ class Fleet:
             return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[PeerRecord]:
-        """Returns the peers that can serve a stage in place of others, possibly after a
-        move.
-        """
+        """Returns peers that can replace the named peers of a stage, or move there."""
         substitutes = [
             m for m in self.members() if m.name not in names and not m.leaving
         ]
@@ -214,11 +212,12 @@ class Fleet:
     # Paused peers.
 
     def pause(self, member: PeerRecord, least: float = PAUSE_SECONDS) -> None:
-        """Records a failure: a peer does not get the state for a while, longer each
-        time.
+        """Records a failure, after which a peer gets no state for a while.
+
+        Each pause is longer than the one before.
 
         Args:
-            member: The peer.
+            member: Peer that failed.
             least: Seconds of the first pause.
         """
         key, now = (member.name, member.incarnation), self._clock()
@@ -228,7 +227,7 @@ class Fleet:
             self._pauses[key] = now + seconds, seconds
 
     def is_paused(self, member: PeerRecord) -> bool:
-        """Whether a peer is paused, or has not been seen since it failed."""
+        """Returns whether a peer is paused, or has not been seen since it failed."""
         key = member.name, member.incarnation
         with self._lock:
             until, _ = self._pauses.get(key, (-math.inf, 0.0))
@@ -236,7 +235,7 @@ class Fleet:
             return silent or self._clock() < until
 
     def end_pause(self, member: PeerRecord) -> None:
-        """Ends a peer's pause after a success; its next failure counts as the first."""
+        """Ends a peer's pause after a success; its next pause is short again."""
         with self._lock:
             self._pauses.pop((member.name, member.incarnation), None)
             self._partners.pop(member.name, None)

@@ -1,9 +1,9 @@
 """The programs of one stage: stateless, compiled for one device, from the staged job.
 
-Forward maps parameters and inputs to exports. Backward takes the same and cotangents.
-It recomputes the forward pass, so it may run on a peer that did not run that pass. The
-update runs in rounds: between them stages broadcast numbers, such as parts of a norm
-over all gradients.
+The forward program maps parameters and inputs to exports. The backward program takes
+cotangents too. It recomputes the forward pass, so it may run on a peer that did not run
+that pass. The update runs in rounds. Between them stages broadcast numbers, such as
+their parts of a norm over all gradients.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StageState:
     Attributes:
         step: Number of completed steps.
         leaves: Arrays on the device, in the order of ``StagedJob.leaf_numbers``.
-        late: Parameters before the update of the last completed step, with which the
-            next step is computed if updates are delayed; else empty.
+        late: With delayed updates, the parameters before the last completed step's
+            update, with which the next step is computed. Empty without delayed updates.
     """
 
     step: int
@@ -44,7 +44,7 @@ class BackwardResult:
     """Results of a micro-batch's backward pass.
 
     Attributes:
-        sums: Flat total, weight and metrics; empty except at the last stage.
+        sums: Flat total, weight and metrics of the loss; empty before the last stage.
         returns: Cotangents of the imports.
         gradients: Gradients of the stage's own parameters, in order.
     """
@@ -82,7 +82,7 @@ class StagePrograms:
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the parameters, if the next state also stores the previous ones."""
+        """Returns the parameters that the next state stores as previous ones."""
         if not self.cut.delayed_updates:
             return ()
         return tuple(leaves[self._at[n]] for n in self.params)
@@ -92,8 +92,8 @@ class StagePrograms:
 
         Args:
             state: State of the peer.
-            step: The state's step; with delayed updates, also the next one. Both then
-                compute with parameters that lack the update of the step before.
+            step: Step of the state, or with delayed updates also the next step. With
+                them, each step computes without the update of the step before it.
         """
         leaves = list(state.leaves)
         if step == state.step:
@@ -106,7 +106,7 @@ class StagePrograms:
         return jax.jit(self.cut.init_function(self.number))
 
     def raw(self, state: StageState) -> list[np.ndarray]:
-        """Returns a state as NumPy arrays, with random keys as their data."""
+        """Returns a state as NumPy arrays; random keys become their data."""
         return [np.asarray(raw_array(x)) for x in (*state.leaves, *state.late)]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
@@ -156,8 +156,7 @@ class StagePrograms:
         imports: Sequence[np.ndarray],
         cotangents: Sequence[np.ndarray],
     ) -> BackwardResult:
-        """Returns gradients and cotangents of a micro-batch; the forward pass is
-        recomputed.
+        """Recomputes the forward pass, and returns gradients and cotangents.
 
         Args:
             state, number, batch, imports: Arguments of ``forward``, unchanged.
@@ -192,7 +191,7 @@ class StagePrograms:
         imports: Sequence[np.ndarray],
     ) -> dict[int, Any]:
         place, names, cut = self.place, self.place.names, self.cut
-        # Inputs of the loss have the numbers of the state's first leaves.
+        # The inputs of the loss are the first leaves of the state.
         values: dict[int, Any] = {
             at: state.leaves[self._at[n]]
             for n, at in zip(
@@ -261,9 +260,7 @@ class StagePrograms:
 
     @functools.cache  # noqa: B019 A stage lives as long as its holder.
     def round(self, level: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-        """Returns a round of the update: numbers of its inputs and outputs, and its
-        program.
-        """
+        """Returns the numbers of a round's inputs and outputs, and its program."""
         update, group = self.cut.update, (level, self.number)
         parting = update.parting
         reads = tuple(parting.reads.get(group, ()))
@@ -349,7 +346,7 @@ _READYING = threading.Lock()
 
 
 def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
-    """Returns a stage with compiled programs, which peers of one process share."""
+    """Returns a compiled stage, which all peers of this process share."""
     with _READYING:
         known: dict[int, StagePrograms] = cut.ready
         if number not in known:
@@ -360,7 +357,7 @@ def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
 
 
 def warm_up(stage: StagePrograms) -> None:
-    """Compiles the programs of a step, on zeros."""
+    """Compiles the programs of a step by running them on zeros."""
     cut = stage.cut
     nothing = [np.zeros(x.shape, x.dtype) for x in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)

@@ -1,9 +1,9 @@
 """Runs a peer's calls and stores its stage's state, tensors and gradients.
 
-Tensors are pulled from the peers that made them; results are stored until the step is
-over on all stages. Gradients of micro-batches stay separate until the trainer assigns
-them. Then each peer sums its own, and reduces one part of every array over the peers,
-in their order. So all peers of a stage have the same sum.
+A peer pulls tensors from the peers that made them, and stores its results until the
+step is over on all stages. Gradients of micro-batches stay separate until the trainer
+assigns them to peers. Then each peer sums its gradients, and reduces one part of every
+array over the peers, in a fixed order. So all peers of a stage have the same sum.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REACH_SECONDS: Final = 10.0
 """Seconds in which another peer must answer a ping."""
 
 PATIENT_TRANSFERS: Final = 8
-"""Longest wait of a download for its turn, as a number of downloads of its size over a
-link of ``SLOWEST_BYTES_PER_SECOND``."""
+"""Longest wait of a download for its turn, in multiples of its own duration over a link
+of ``SLOWEST_BYTES_PER_SECOND``."""
 
 
 class Worker(SumHolder):
-    """Calls of one peer, at one stage at a time."""
+    """Runs the calls of one peer, which serves one stage at a time."""
 
     @property
     def handlers(self) -> Handlers:
@@ -106,11 +106,11 @@ class Worker(SumHolder):
         return _receipt(time.monotonic() - begun, lost, *backward.sums)
 
     def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
-        """Returns tensors as sent to others, and the coding error.
+        """Returns encoded tensors, and their coding error.
 
-        It is the sum of squared errors over the sum of squared values. It is computed
-        for the first micro-batch of a step only, as it takes as long as decoding; else
-        it is 0.
+        The error is the sum of squared errors divided by the sum of squared values. It
+        is computed only for a step's first micro-batch, because that takes as long as
+        decoding. For other micro-batches it is 0.
         """
         sent = tensor_codec.coded(arrays, self.wire)
         if self.wire == "f32" or number:
@@ -220,10 +220,11 @@ class Worker(SumHolder):
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
-        """Waits for a turn to download: few run at once, in the order of the calls.
+        """Waits for a turn to download: few downloads run at a time, in call order.
 
-        If all ran at once, they would share the link and end together, while the device
-        waits. If no turn comes, another download may hang, so this one begins.
+        If all ran at once, they would share the link and end late, while the device
+        waits. A download whose turn does not come in time begins anyway, because
+        another one may hang.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)
@@ -273,7 +274,7 @@ class Worker(SumHolder):
                 return _applied(self._digests[step + 1])
             told = self._answers.get((step, round_, level))
         if told is not None:
-            return told  # duplicate question
+            return told  # The question is a duplicate.
         self._hook("apply", step)
         if level == 0:
             arrays = asked.arrays
@@ -324,9 +325,7 @@ class Worker(SumHolder):
     # The state.
 
     def _sync(self, asked: messages.Sync) -> messages.StageValues:
-        """Brings the peer to a step of a generation; missing state is pulled from
-        another peer.
-        """
+        """Brings the peer to a step; downloads a missing state from another peer."""
         generation, step = asked.generation, asked.step
         with self._lock:
             stage, state = self.stage, self._states.get(step)
@@ -414,7 +413,7 @@ class Worker(SumHolder):
                 )
             known, digest = self._packed, self._digests[step]
         if known is None or known[0] != step:
-            # Calls of the step continue meanwhile.
+            # Calls of the step continue during the transfer.
             known = step, packed(stage.raw(state))
             with self._lock:
                 if self._states.get(step) is state:

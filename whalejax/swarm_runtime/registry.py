@@ -1,7 +1,7 @@
 """Leases of peers on their stages; a lease ends unless it is renewed.
 
 The registry opens no socket and reads no clock: ``registry_server`` passes the time.
-Peers continue without it, and join again when it is back.
+Peers continue without the registry, and join again when it has restarted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 ANY: Final = -1
-"""Stage of a joining peer that leaves the choice to the registry."""
+"""Requested stage of a joining peer for which the registry chooses the stage."""
 
 Reach = Callable[[Address], str]
 """Function that returns why an address is unreachable; empty if it is not."""
@@ -39,7 +39,7 @@ class PeerRecord:
         name: Unique name of the process.
         address: Address on which it listens.
         stage: Stage that it serves.
-        expires: End of its lease.
+        expires: Time at which its lease ends.
         generation, step: Run generation and step of its newest state; -1 without one.
         queue: Number of waiting and running calls.
         done: Number of calls that have run on its device.
@@ -64,7 +64,7 @@ class PeerRecord:
 
 
 def facts_of(cut: StagedJob, wire: str, sum_wire: str) -> dict[str, str]:
-    """Returns the facts that must be equal in all processes of a swarm.
+    """Returns data that must be equal in all processes of a swarm, by name.
 
     Args:
         cut: Staged job.
@@ -76,7 +76,7 @@ def facts_of(cut: StagedJob, wire: str, sum_wire: str) -> dict[str, str]:
 
 
 def unreachable_error(who: str, address: Address, why: str) -> RefusedRequestError:
-    """Returns the refusal of a process that nobody reaches.
+    """Returns the refusal of a process whose address cannot be reached.
 
     Args:
         who: Kind and name of the process.
@@ -113,8 +113,8 @@ class Registry:
             facts: Facts that a peer must share with this process.
             stages: Number of stages of the model.
             lease_seconds: Seconds for which an announcement is valid.
-            longest_turn: Longest usual time in seconds without a request; after a
-                longer one, this process was paused.
+            longest_turn: Seconds without a request after which this process counts as
+                paused.
             reach: Function that tries a joining peer's address.
         """
         self._facts, self.stages = dict(facts), stages
@@ -128,7 +128,7 @@ class Registry:
     def admit(
         self, name: str, address: Address, stage: int, facts: Mapping[str, str]
     ) -> None:
-        """Checks whether a peer may join; takes as long as reaching it.
+        """Checks whether a peer may join, and tries its address.
 
         Args:
             name: Name of the peer.
@@ -137,8 +137,8 @@ class Registry:
             facts: Facts about its code, plan and versions.
 
         Raises:
-            RefusedRequestError: It runs other code, requests an unknown stage, or its
-                address is unreachable.
+            RefusedRequestError: The peer runs other code, requests an unknown stage, or
+                is unreachable.
         """
         self.check(f"peer {name}", facts)
         if stage != ANY and not 0 <= stage < self.stages:
@@ -157,7 +157,7 @@ class Registry:
             name: Name of the peer.
             address: Address on which it listens.
             stage: Requested stage, or ``ANY``.
-            now: Current time in seconds, after the admission: its lease begins.
+            now: Time after the admission, in seconds, at which the lease begins.
         """
         with self._lock:
             self._expire(now)
@@ -180,19 +180,19 @@ class Registry:
         """Refuses a process with other facts.
 
         Raises:
-            RefusedRequestError: Names the differences.
+            RefusedRequestError: The facts differ.
         """
         if differs := difference(who, facts, self._facts):
             raise RefusedRequestError("failed", differs)
 
     def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
-        """Renews a lease; returns None if the peer is unknown, or has joined anew.
+        """Renews a lease; returns None if the peer is unknown or has rejoined.
 
         Args:
             name: Name of the peer.
             now: Current time in seconds.
-            told: Other attributes of ``PeerRecord``, with current values; the
-                incarnation is among them.
+            told: Current values of other attributes of ``PeerRecord``, including the
+                incarnation.
         """
         with self._lock:
             known = self._members.get(name)
@@ -218,7 +218,7 @@ class Registry:
             self.lease.forget(name)
 
     def is_free(self, name: str) -> bool:
-        """Whether a leaving peer may go."""
+        """Returns whether a leaving peer may end."""
         with self._lock:
             return name in self._freed
 

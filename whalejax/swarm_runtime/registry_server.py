@@ -38,20 +38,20 @@ from whalejax.wire.service import (
 
 REACH_SECONDS: Final = 5.0
 LINK_SECONDS: Final = 20.0
-"""Seconds within which a peer reports which others it reaches."""
+"""Seconds within which a peer must report which other peers it reaches."""
 
 ERRORS: Final = ("sum_error", "wire_error")
-"""Metrics of each step that ``SwarmStatus`` shows: errors of wire formats."""
+"""Names of the metrics that ``SwarmStatus`` shows: errors of the wire formats."""
 
 _MOST_LINKS: Final = 8
-"""Maximum number of links between a joining peer and others that are tried."""
+"""Maximum number of other peers to which a joining peer's links are tried."""
 
 _MOST_THREADS: Final = 64
 _MOST_WORDS: Final = 2000
 
 
 class RegistryServer:
-    """A registry and a trainer at one address.
+    """A registry and the primary trainer of a run, at one address.
 
     Attributes:
         address: Address of both.
@@ -86,13 +86,13 @@ class RegistryServer:
             wire: Wire format of tensors.
             sum_wire: Wire format of gradients during their reduction.
             host, port: Address on which it listens.
-            listening: Socket that already listens there; ``close`` closes it.
+            listening: Socket that already listens at the address; ``close`` closes it.
             lease_seconds: Seconds for which a peer's announcement is valid.
             tell, write, snapshot, generation, more: Arguments of ``Trainer``,
                 unchanged.
 
         Raises:
-            WhaleError: The address cannot be listened on.
+            WhaleError: The address is not available.
         """
         self._caller = Caller(key)
         self.registry = Registry(
@@ -141,7 +141,7 @@ class RegistryServer:
         }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Runs the steps (see ``Trainer.run``), then informs the peers."""
+        """Runs the steps (see ``Trainer.run``), then tells the peers of the end."""
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
@@ -187,9 +187,7 @@ class RegistryServer:
         return "" if isinstance(answer, messages.Pong) else str(answer)
 
     def _neighbours(self, address: Address) -> list[PeerRecord]:
-        """Returns a few peers, of as many stages as possible, to check links with a
-        joining process.
-        """
+        """Returns a few peers of many stages, to check a joining process's links."""
         members = self.registry.members(time.monotonic())
         others = [m for m in members if m.address != address]
         seen: dict[int, int] = {}
@@ -240,7 +238,7 @@ class RegistryServer:
     def _join(self, asked: messages.Join) -> messages.PeerWelcome:
         name, stage, address = asked.name, asked.stage, asked.address
         self.registry.admit(name, address, stage, asked.facts)
-        # ``admit`` may take longer than a lease, which begins at the time read here.
+        # Read the time after ``admit``, which may take longer than a lease.
         member = self.registry.join(name, address, stage, time.monotonic())
         return messages.PeerWelcome(
             stage=member.stage,

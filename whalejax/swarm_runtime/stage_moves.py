@@ -1,8 +1,9 @@
 """Moves peers between stages during a run, at most one at a time.
 
-``stage_assignment`` decides, from the trainer's measurements. The peer leaves its
-stage, where others recompute its results of the step. It compiles the programs of the
-other stage while steps continue, and downloads that state as any joining peer does.
+``stage_assignment`` decides, from the trainer's measurements. A moving peer leaves its
+stage, and other peers recompute its results of the step. It compiles the programs of
+its target stage while steps continue. Then it downloads that stage's state like any
+joining peer.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 PERIOD_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 1.0
-"""Seconds until the next check, if not all peers have been measured."""
+"""Seconds until the next check if some peers have not been measured."""
 
 
 class StageMover:
-    """Checks the peers periodically, and moves one if that pays."""
+    """Checks the peers periodically, and moves a peer if that shortens steps."""
 
     def __init__(
         self,
@@ -46,17 +47,17 @@ class StageMover:
         """Makes at most one move.
 
         Args:
-            trainer: Trainer of the run; a step may be under way.
+            trainer: Trainer of the run, which may be computing a step.
         """
         fleet = trainer.fleet
         if self._going and self._going not in trainer.moving:
-            # It has arrived, its move has failed, or it has left.
+            # The moving peer has arrived, has failed to move, or has left.
             there = {m.name for m in fleet.members()}
             self._rebalancer.arrived(self._going, is_gone=self._going not in there)
             self._going = ""
         if fleet.now() < self._next or not self._rebalancer.is_due(fleet.now()):
             return
-        # Failed peers do not count, though their leases are valid.
+        # Failed peers do not count, even if their leases are valid.
         usable = [m for m in fleet.usable() if not m.leaving]
         loads = loads_of(trainer, usable)
         if loads is None:
@@ -70,7 +71,7 @@ class StageMover:
             )
             for stage in range(trainer.cut.stages)
         ]
-        # A peer that downloads the state again has neither joined nor left.
+        # A peer that downloads the state again must not count as joined or left.
         present = {m.name for m in fleet.members() if not m.leaving}
         move = self._rebalancer.decide(loads, fleet.now(), costs, present)
         if move is not None:
@@ -81,7 +82,7 @@ class StageMover:
 def loads_of(trainer: Trainer, members: Sequence[PeerRecord]) -> list[PeerLoad] | None:
     """Returns the loads of peers; None if one is unmeasured, or a stage has no peer.
 
-    For another stage than a peer's own, times are scaled by the stages' means.
+    A peer's time at another stage is its own time, scaled by the stages' mean times.
     """
     stages = trainer.cut.stages
     seconds = {m.name: trainer.fleet.seconds_per_task(m) for m in members}
@@ -92,7 +93,7 @@ def loads_of(trainer: Trainer, members: Sequence[PeerRecord]) -> list[PeerLoad] 
     for stage in range(stages):
         own = [known[m.name] for m in members if m.stage == stage]
         means[stage] = sum(own) / len(own)
-    # The last stage computes its forward with its backward.
+    # The last stage computes its forward pass within its backward call.
     tasks = [
         BACKWARD_TASK + (0 if stage == stages - 1 else FORWARD_TASK)
         for stage in range(stages)

@@ -1,11 +1,10 @@
-"""A job divided into stages: inputs, outputs and leaves of each. Nothing is compiled.
+"""A job divided into stages: inputs, outputs and state leaves of each stage.
 
 Every process of a swarm makes the same division from the same code, and compares its
-facts with those of the others. The division is that of an ordinary plan with stages;
-the programs are for one device, from the same traces as those of the stage-programs
-executor.
+facts with the other processes. The division is that of an ordinary plan with stages.
+The programs are for one device, from the same traces as in the stage-programs executor.
 
-The module is long because ``StagedJob`` makes every program of a stage from the same
+The module is long because ``StagedJob`` makes all programs of a stage from the same
 traces.
 """
 
@@ -75,7 +74,7 @@ from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
 
 EVERY = -1
-"""Owner of a leaf that all stages have."""
+"""Stage number of a leaf that all stages have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ class UnshardedProgram(Program):
 
 
 class StagedJob:
-    """A job in stages.
+    """A job that is divided into stages; nothing is compiled.
 
     Attributes:
         job: Job to train.
@@ -98,7 +97,8 @@ class StagedJob:
         count: Number of micro-batches of a step.
         size: Samples of a global batch.
         stages: Number of stages.
-        delayed_updates: Whether each step computes with the previous step's parameters.
+        delayed_updates: Whether each step computes with the parameters before the
+            previous step's update.
         division: Loss in parts, one for each stage.
         program: Loss, optimizer and plan of the full model.
         abstract: Shapes and dtypes of the full state.
@@ -126,11 +126,12 @@ class StagedJob:
                 number up to 16 that divides the batch.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            delayed_updates: Whether to apply the update of each step while the next one
-                is computed, which then uses the parameters before it.
+            delayed_updates: Whether to apply the update of each step while the next
+                step is computed. The next step then uses the parameters before that
+                update.
 
         Raises:
-            PlanError: A swarm cannot train the job; names the reason.
+            PlanError: A swarm cannot train the job.
         """
         self.job, self.stages, self.seed = job, stages, seed
         self.precision, self.delayed_updates = precision, delayed_updates
@@ -151,7 +152,7 @@ class StagedJob:
         except PlanError as error:
             if not isinstance(error.__context__, TooFewParts):
                 raise
-            # Swarms divide no scan.
+            # Swarms cannot divide a scan.
             raise PlanError(error.__context__.cut) from None
         example = jax.tree.map(aval_of, first)
         self.structure: Any = jax.tree.structure(example)
@@ -182,7 +183,7 @@ class StagedJob:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses what stages without shared memory cannot run."""
+        """Refuses a job that stages on different machines cannot run."""
         result = []
         for number in range(self.params + self.rest):
             if number >= self.params and number not in self.division.units.frozen:
@@ -224,7 +225,7 @@ class StagedJob:
         every = [self.avals[v] for v in part.exports]
         border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
         params = sum(self.owner(n) == stage for n in range(self.params))
-        # Of two peers, each sends the other half.
+        # With two peers, each sends half of the sum to the other.
         half = self.gradient_bytes(stage) // 2
         problems = [
             f"stage {stage} {does} {gigabytes(size)}, and a message holds at most "
@@ -252,7 +253,7 @@ class StagedJob:
 
     @functools.cache  # noqa: B019
     def facts(self) -> dict[str, str]:
-        """Returns the names of facts that all peers must share, with hashes."""
+        """Returns hashes of the facts that all peers must share, by name."""
         built = _compat.trace(self._build, [jax.random.key(0)])
         facts = training_facts(
             self.captured.jaxpr,
@@ -305,9 +306,7 @@ class StagedJob:
         ]
 
     def init_function(self, stage: int) -> Callable[[Any], list[Any]]:
-        """Returns a function from the run's key to the initial state of a stage's
-        peers.
-        """
+        """Returns a function from the run's key to a stage's initial state."""
         whole = fresh_state(self.program, self.origin, self._build)
         numbers = self.leaf_numbers(stage)
 
@@ -324,18 +323,16 @@ class StagedJob:
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
     def raw_avals(self, stage: int) -> list[Any]:
-        """Returns a stage's abstract arrays, with random keys as their data.
+        """Returns a stage's abstract arrays; random keys become their data.
 
-        With delayed updates, the parameters of the step before follow.
+        With delayed updates, the parameters of the previous step follow.
         """
         leaves = jax.tree.leaves(self.abstract)
         numbers = [*self.leaf_numbers(stage), *self.late(stage)]
         return [raw_array(leaves[n]) for n in numbers]
 
     def late(self, stage: int) -> list[int]:
-        """Returns the numbers of the leaves whose previous values a stage stores,
-        too.
-        """
+        """Returns the numbers of leaves whose previous values a stage also stores."""
         if not self.delayed_updates:
             return []
         return [n for n in range(self.params) if self.owner(n) == stage]
@@ -354,9 +351,7 @@ class StagedJob:
         )
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """Splits a stage's bytes into its arrays; returns None if the length
-        differs.
-        """
+        """Splits a stage's bytes into its arrays; returns None for a wrong length."""
         return unpacked(self.raw_avals(stage), data)
 
     def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
@@ -364,7 +359,7 @@ class StagedJob:
 
         Args:
             stage: Number of the stage.
-            arrays: Arrays from ``split``; parameters of the step before are not read.
+            arrays: Arrays from ``split``; parameters of the previous step are ignored.
         """
         leaves = jax.tree.leaves(self.abstract)
         result, numbers = [], self.leaf_numbers(stage)
@@ -374,7 +369,7 @@ class StagedJob:
         return result
 
     def full_state(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
-        """Returns the joint state of all stages.
+        """Returns the full state from the arrays of all stages.
 
         Args:
             parts: Arrays of each stage.
@@ -398,7 +393,7 @@ class StagedJob:
             number: Number of the micro-batch.
 
         Raises:
-            PlanError: The job gives another batch than the planned one.
+            PlanError: The batch has other shapes than the planned one.
         """
         micro_batch, rows = [], MicroBatchRows.of(self.program.plan)
         for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
@@ -417,7 +412,7 @@ class StagedJob:
     def _batch(self, step: int) -> list[Any]:
         if step not in self._batches:
             leaves = self._layout.check(self.job.batch_at(step, self.size), step)
-            # Only of this step and of the previous one, which delayed updates need.
+            # Keep this batch and the previous one, which delayed updates need.
             kept = [n for n in self._batches if n == step - 1]
             self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
         return self._batches[step]
@@ -477,9 +472,7 @@ class StagedJob:
         return [v for v in exports if v in imports]
 
     def returned(self, stage: int, target: int) -> list[Value]:
-        """Returns the values of an earlier stage that a stage returns cotangents of, in
-        order.
-        """
+        """Returns the values whose cotangents a stage returns to another, in order."""
         made_at = self.division.made_at
         return [
             v
@@ -493,13 +486,13 @@ class StagedJob:
 
     @property
     def flat_sums(self) -> list[Any]:
-        """Flat shapes and dtypes of total, weight and metrics."""
+        """Flat shapes and dtypes of the loss's total, weight and metrics."""
         sums = self.sums
         flat_sums: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
         return flat_sums
 
     def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Returns the metrics of a step."""
+        """Returns the metrics of a step from flat sums."""
         tree: Any = jax.tree.structure(
             (self.sums.total, self.sums.weight, self.sums.metrics)
         )
@@ -523,7 +516,7 @@ class StagedJob:
 
     @functools.cached_property
     def update(self) -> StagedUpdate:
-        """The update at the end of a step, in the parts of the stages."""
+        """The update at the end of a step, divided among the stages."""
         state = self.abstract
         gradients = [jax.eval_shape(wide, x) for x in jax.tree.leaves(state.params)]
         sums = dataclasses.replace(self.sums, gradients=tuple(gradients))
@@ -557,9 +550,10 @@ class StagedUpdate:
     """The update at the end of a step, over the arrays of all stages.
 
     Attributes:
-        steps: Program of the update, from the state, the sums and gradients to a state.
-        parting: Partition of the update among stages, with its rounds of scalars.
-        outputs: For each result, the number of the leaf of the state.
+        steps: Program from the state, the sums and the gradients to the next state.
+        parting: Partition of the program among stages, in rounds with exchanges of
+            scalars.
+        outputs: Number of the state's leaf for each result.
     """
 
     steps: Steps
@@ -568,7 +562,7 @@ class StagedUpdate:
 
     @functools.cached_property
     def rounds(self) -> int:
-        """Number of rounds: the exchanges of scalars, and one more."""
+        """Number of rounds: one more than the number of exchanges of scalars."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
 
 
@@ -601,14 +595,13 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
 
 
 def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
-    """Returns cut points near a plan's that separate no two readers of a parameter.
+    """Returns cut points near the plan's that keep layers with shared weights together.
 
-    Layers with shared weights then stay in one stage. If there are too few such cut
-    points, it returns the plan's own.
+    If there are too few such cut points, it returns the plan's own.
 
     Args:
-        units: The program.
-        starts: Names in ``Units.borders`` of the cut points of the plan.
+        units: Program to cut.
+        starts: Names of the plan's cut points in ``Units.borders``.
     """
     spans: dict[int, tuple[int, int]] = {}
     for index, unit in enumerate(units.units):

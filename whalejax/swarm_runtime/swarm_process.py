@@ -1,4 +1,4 @@
-"""A process of a swarm without the registry: its admission, and its end.
+"""The admission and the end of a process that joins a swarm.
 
 ``Peer`` and ``SecondaryTrainer`` are such processes.
 """
@@ -33,10 +33,10 @@ from whalejax.wire.swarm_messages import StopHeard, StopPeer
 
 
 ADMIT_SECONDS: Final = 60.0
-"""Seconds in which a registry admits a process; it may check links meanwhile."""
+"""Seconds in which a registry must admit a process, including a check of its links."""
 
 LEAVE_SECONDS: Final = 2 * LEASE_SECONDS
-"""Seconds that a leaving process waits for a registry that does not answer."""
+"""Seconds for which a leaving process waits for a registry that does not answer."""
 
 PATIENCE_SECONDS: Final = 3600.0
 ASK_SECONDS: Final = 10.0
@@ -91,10 +91,10 @@ class SwarmProcess:
         self._address = told_address(self._service.address, self._registry)
 
     def _ask_admission(self, once: Callable[[], None], again_seconds: float) -> None:
-        """Asks the registry by ``once`` to admit this process, until it answers.
+        """Calls ``once``, which asks for admission, until the registry answers.
 
         Raises:
-            WhaleError: No registry admitted it, or one refused it.
+            WhaleError: No registry answered in time, or it refused this process.
         """
         until = time.monotonic() + ADMIT_SECONDS
         while not self._ended.is_set():
@@ -119,14 +119,14 @@ class SwarmProcess:
             self._ended.wait(again_seconds)
 
     def leave(self) -> None:
-        """Requests to leave; ``wait`` returns when nobody needs this process any more.
+        """Requests to leave; ``wait`` returns when this process is no longer needed.
 
-        It sends nothing itself, so a signal handler may call it.
+        It sends no message itself, so a signal handler may call it.
         """
         self._leaving.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it has left or the run has ended; returns whether it has.
+        """Waits until this process has left or the run has ended; returns whether so.
 
         Args:
             seconds: Longest wait; None for no limit.
@@ -134,7 +134,7 @@ class SwarmProcess:
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Leaves at once; others repeat its work."""
+        """Leaves immediately; other processes repeat its work."""
         self._ended.set()
         self._service.close()
         self._caller.close()
@@ -155,7 +155,7 @@ class SwarmProcess:
         self._heard_at = time.monotonic()
 
     def _end_if_alone(self) -> None:
-        """Ends a process that no registry answers, after a while."""
+        """Ends this process if the registry has not answered for too long."""
         silent, is_leaving = self.silent_seconds, self._leaving.is_set()
         if silent <= (LEAVE_SECONDS if is_leaving else self._patience_seconds):
             return
@@ -175,8 +175,8 @@ def told_address(listens: Address, registry: Address) -> Address:
     """Returns the address at which others reach a process of a swarm.
 
     Args:
-        listens: Address on which it listens; for the wildcard address, the result is
-            the address from which the process reaches the registry.
+        listens: Address on which the process listens. For a wildcard address, the
+            result is the local address of a connection to the registry.
         registry: Address of the registry.
     """
     host, port = listens
@@ -190,10 +190,10 @@ def open_listener(who: str, host: str, port: int) -> socket.socket:
 
     Args:
         who: Name of the process, for errors.
-        host, port: Address on which it listens; 0 for a free port.
+        host, port: Address on which to listen; port 0 chooses a free one.
 
     Raises:
-        WhaleError: The address cannot be listened on.
+        WhaleError: The address is not available.
     """
     try:
         return listen(host, port)

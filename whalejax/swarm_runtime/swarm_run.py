@@ -1,7 +1,7 @@
-"""A swarm's run, as ``whalejax swarm serve`` leads it.
+"""The process of ``whalejax swarm serve``, which leads a swarm's run.
 
-It continues from the folder's checkpoints and journal, and has the registry and the
-key.
+It has the registry and the primary trainer. It continues from the checkpoints and the
+journal of its folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whalejax.wire.run_messages import Report
 
 KEY: Final = "swarm.key"
 RETRY_SECONDS: Final = (1.0, 5.0, 20.0)
-"""Delays before each new attempt to write the last checkpoint after a failure."""
+"""Seconds before each further attempt to write the last checkpoint after a failure."""
 
 LEDGER: Final = "ledger.jsonl"
 _FOLDER: Final = "swarm"
@@ -42,10 +42,10 @@ class SwarmRunPaths:
     """Folder, address, wire formats and periods of a run.
 
     Attributes:
-        save: Folder of checkpoints and of the journal; None for none.
+        save: Folder of checkpoints and of the journal; None saves neither.
         save_every: Steps between checkpoints.
         keep: Number of checkpoints to keep.
-        key: File of the swarm's key; created if missing.
+        key: Path of the swarm's key file, which is created if missing.
         host, port: Address of the registry.
         wire: Wire format of tensors.
         sum_wire: Wire format of gradients during their reduction.
@@ -94,8 +94,8 @@ class SwarmRun:
             listening: Socket that already listens on the registry's address.
 
         Raises:
-            WhaleError: A file cannot be read or written, or the address cannot be
-                listened on.
+            WhaleError: A file cannot be read or written, or the address is not
+                available.
         """
         make_key(place.key)
         key = load_key(place.key)
@@ -104,7 +104,7 @@ class SwarmRun:
         self._stack = contextlib.ExitStack()
         self._journal: JournalLines | None = None
         self._lock = threading.Lock()
-        with self._stack:  # Closed if the run cannot be opened.
+        with self._stack:  # Close everything if the run cannot be opened.
             snapshot, generation = self._open_folder()
             self._saver = Saver(
                 self._checkpoints,
@@ -137,7 +137,7 @@ class SwarmRun:
         self._settings = settings
 
     def _open_folder(self) -> tuple[Snapshot | None, int]:
-        """Locks the run's folder; returns its newest snapshot, and its generation."""
+        """Locks the run's folder; returns its newest snapshot and its generation."""
         save = self._place.save
         if save is None:
             return None, 0
@@ -169,7 +169,7 @@ class SwarmRun:
                     self.serving.address,
                     wire=self._place.wire,
                     sum_wire=self._place.sum_wire,
-                    # So a peer that waits for another answers before its own deadline.
+                    # A peer that waits for another peer then answers in time itself.
                     pull_seconds=self._settings.call_seconds / 3,
                 )
                 self.peers.append(peer)
@@ -181,7 +181,7 @@ class SwarmRun:
             self.close()
 
     def _write_last(self) -> None:
-        """Writes the last checkpoint again while that fails, after each delay."""
+        """Repeats a failed write of the last checkpoint after each delay."""
         for seconds in RETRY_SECONDS:
             self._saver.wait()
             last = self.snapshot()
@@ -240,6 +240,6 @@ def _explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _generations(path: Path) -> int:
-    """Returns one more than any generation in a journal; 0 without a journal."""
+    """Returns the first unused generation of a journal; 0 without a journal."""
     known = [e.get("generation") for e in read(path) if e["event"] == "opened"]
     return 1 + max((n for n in known if type(n) is int), default=-1)

@@ -1,9 +1,8 @@
-"""Runs the steps of a swarm: calls peers for each micro-batch's parts, commits steps,
-takes snapshots.
+"""Runs the steps of a swarm: calls peers, commits steps and takes snapshots.
 
-Of all tensors, only micro-batches, losses, metrics, values of the update's rounds and
-snapshots pass through the trainer. Joining peers download the state during steps, and
-snapshots are taken during steps. Leaving peers are let go between two steps.
+Activations and gradients do not pass through the trainer. Only micro-batches, losses,
+metrics, values of the update's rounds and snapshots do. Joining peers download the
+state during steps. Leaving peers are released between two steps.
 
 The module is long because one loop handles every loss of a peer, within and between
 steps.
@@ -52,7 +51,7 @@ LOOK_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ComputedStep:
-    """A step with all gradients that is not applied yet.
+    """A step whose gradients are computed but not applied.
 
     Attributes:
         context: State that the micro-batches of the step share.
@@ -105,8 +104,8 @@ class Trainer(TrainerState):
             sum_wire: Wire format of gradients during their reduction.
             on_snapshot: Function that receives each snapshot, such as one that writes a
                 checkpoint.
-            rebalance: Function called between two steps and, unless updates are
-                delayed, repeatedly while one is computed; it may move peers.
+            rebalance: Function that may move peers. It is called between two steps,
+                and, unless updates are delayed, repeatedly during a step.
             clock: Clock in seconds.
         """
         super().__init__(
@@ -137,7 +136,8 @@ class Trainer(TrainerState):
         """Returns the leaves of a micro-batch of the current step.
 
         Raises:
-            RefusedRequestError: The step, the micro-batch or a leaf does not exist now.
+            RefusedRequestError: The request is not for the current step, or the
+                micro-batch or a leaf does not exist.
         """
         self._check_now(asked, ahead=int(self.cut.delayed_updates))
         if not 0 <= asked.number < self.cut.count:
@@ -165,7 +165,7 @@ class Trainer(TrainerState):
             self._take_snapshot()
         except Exception:
             with contextlib.suppress(Exception):
-                self._await_snapshot()  # A snapshot due before the error is kept.
+                self._await_snapshot()  # Keep a snapshot that began before the error.
             raise
         finally:
             self._end_snapshots()
@@ -186,7 +186,7 @@ class Trainer(TrainerState):
                 self._go_back(gone.stage)
                 continue
             if metrics is None:
-                continue  # The first step has its gradients.
+                continue  # The first step is computed but not applied.
             yield self.step, metrics
             if self.step < self.settings.steps:
                 self._rebalance(self)
@@ -195,8 +195,8 @@ class Trainer(TrainerState):
         """Runs one step; with delayed updates, also computes the gradients of the next.
 
         Returns:
-            Metrics; None if the step has its gradients and waits for the next step,
-            which is computed with the same parameters.
+            Metrics. None after the first step with delayed updates, which is applied
+            while the next step is computed.
         """
         begun, computed = self.fleet.now(), self._pending
         if computed is None:
@@ -222,7 +222,7 @@ class Trainer(TrainerState):
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:
-        """Marks gradient sums as under way, so that joining peers download the next
+        """Marks the time of the gradient sum, in which joining peers wait for the next
         state.
         """
         with self._lock:
@@ -250,7 +250,7 @@ class Trainer(TrainerState):
         routes = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
         with self._lock:
-            self.cut.micro_batch(context.step, 0)  # An error in the data ends the run.
+            self.cut.micro_batch(context.step, 0)  # raises an error in the data
         self._travel(context, routes)
         return _ComputedStep(context=context, routes=routes, sums=_summed(routes))
 
@@ -364,7 +364,7 @@ class Trainer(TrainerState):
                 while leading:
                     done, leading = wait(leading, timeout=LOOK_SECONDS)
                     for one in done:
-                        one.result()  # for interrupts
+                        one.result()
                     self.sharing.watch()
                     if not self.cut.delayed_updates:
                         self._bring(late=False)
@@ -392,7 +392,7 @@ class Trainer(TrainerState):
         _raise_first([error for error in errors if error is not None])
 
     def gradients_at(self) -> Counter[str]:
-        """Returns the number of a step's gradients on each peer; else nothing."""
+        """Returns the number of the open step's gradients on each peer."""
         context = self._open_step
         if context is None:
             return Counter()
@@ -401,7 +401,7 @@ class Trainer(TrainerState):
 
     @property
     def _open_step(self) -> StepContext | None:
-        """Step whose gradients are on peers, and which is not yet summed; or None."""
+        """Step whose gradients are on peers and not yet summed, or None."""
         if self._computing is None and self._pending is not None:
             return self._pending.context
         return self._computing
@@ -451,15 +451,15 @@ class Trainer(TrainerState):
     def _waits_at_first(self, since: float) -> bool:
         """Whether a step waits for joining peers before it is computed.
 
-        It does if most peers download the state, such as at the start. It also does if
-        updates are delayed, because the gradient sum then begins with the step.
+        It waits if most peers are downloading the state, as at the start. It also waits
+        if updates are delayed, because the gradient sum then begins with the step.
         """
         most = len(self._coming_now()) > len(self.fleet.usable())
         waits = most or self.cut.delayed_updates
         return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
-        """Lets leaving peers go, unless a computed step still needs their gradients."""
+        """Releases leaving peers whose gradients no computed step needs."""
         if self._pending is not None:
             return
         for member in self.fleet.members():
@@ -468,10 +468,10 @@ class Trainer(TrainerState):
             mates = [m for m in self.fleet.usable(member.stage) if not m.leaving]
             holds = any(m.name == member.name for m in self.fleet.synced(member.stage))
             if not mates and holds:
-                # The last of its stage: its state is saved first.
+                # It is the last peer of its stage, so its state is saved first.
                 self._take_snapshot(now=True)
                 if self._snapshot.step != self.step:
-                    continue  # Another stage has no peer, so this one is still needed.
+                    continue  # No snapshot without peers of another stage: keep it.
             self.fleet.drop(member.name)
             self.registry.free(member.name)
             self.tell("left", peer=member.name, stage=member.stage)
@@ -479,9 +479,9 @@ class Trainer(TrainerState):
     # Moves.
 
     def move(self, member: PeerRecord, target: int) -> None:
-        """Moves a peer to another stage; it gets no calls meanwhile.
+        """Moves a peer to another stage; it gets no calls during the move.
 
-        Others recompute its results of the current step.
+        Other peers recompute its results of the current step.
         """
         told = {"peer": member.name, "source": member.stage, "target": target}
         with self._lock:
@@ -540,7 +540,7 @@ class Trainer(TrainerState):
         while not self.fleet.usable(stage):
             if not self.fleet.synced(stage):
                 raise StageLost(stage)
-            time.sleep(LOOK_SECONDS)  # until their leases end at most
+            time.sleep(LOOK_SECONDS)  # ends at the latest with the peers' leases
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
         if self._snapshot.step == self.step:
@@ -568,7 +568,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
 
     Args:
         count: Number of threads.
-        stop: Event that ends them; set if the body raises.
+        stop: Event that ends the threads; it is set if the body raises.
     """
     pool = ThreadPoolExecutor(count)
     try:

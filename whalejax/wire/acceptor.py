@@ -1,7 +1,7 @@
-"""Accepts connections at a listening socket; strangers cannot keep members out.
+"""Accepts connections at a listening socket, and limits them.
 
-It is separate from ``connection`` because it handles many connections at once: how many
-may be open, which is dropped first, and how refusals are reported.
+A stranger is a connection whose handshake is not finished. Many strangers cannot keep
+members of a run out: some are dropped when others come.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from whalejax.wire.messages import CONTROL_BYTES
 
 
 MOST_STRANGERS: Final = 256
-"""Maximum number of connections with an unfinished handshake. If one more comes, the
-oldest one that is silent or has had time to speak is dropped; without such a one, the
-new connection waits to be accepted."""
+"""Maximum number of strangers. If one more comes, the oldest one is dropped that is
+silent or has had time to speak. If there is none, the newcomer waits."""
 
 MOST_CHANNELS: Final = 4096
-"""Maximum number of other connections."""
+"""Maximum number of connections after their handshake."""
 
 IDLE_SECONDS: Final = 600.0
-"""Time without data after which a connection is ended."""
+"""Seconds without data after which a connection is ended."""
 
 _SILENT_SECONDS: Final = 5.0
-"""Time after which a silent stranger is sent the protocol's name."""
+"""Seconds after which a silent stranger is sent the protocol's name."""
 
 _SPEAKING_SECONDS: Final = 2.0
-"""Time after which a speaking stranger is dropped too, if there are many."""
+"""Seconds after which a stranger that sends data may be dropped for others."""
 
 _AT_ONCE: Final = 16
 _PAUSE_SECONDS: Final = 0.1
-"""Pause before accepting again after a lack of file descriptors or memory."""
+"""Seconds without accepting connections after a lack of descriptors or memory."""
 
 _SAY_SECONDS: Final = 1.0
 
@@ -59,7 +58,7 @@ _SPOKEN: Final = (
     f"This process speaks {PROTOCOL!r}. A whalejax that signs its messages is of an "
     "earlier version: install the same everywhere.\n"
 ).encode()
-"""Unencrypted text for a silent stranger: an earlier version waits for a greeting."""
+"""Unencrypted text for a silent stranger, which may be an earlier version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ class _Stranger:
         """Whether a side without a key has sent its complete greeting.
 
         Raises:
-            ValueError: It sends something else.
+            ValueError: The side sends something else.
         """
         said = self.link.recv(len(UNENCRYPTED) - len(self._said))
         self._said += said
@@ -124,7 +123,7 @@ class _Stranger:
         return self._said == UNENCRYPTED
 
     def _differ(self) -> None:
-        """Refuses a side if only one has a key, and tells both."""
+        """Refuses a connection of which only one side has a key; tells both sides."""
         with contextlib.suppress(OSError):
             socket.socket.send(self.link, admission(refused=KEYS_DIFFER, is_final=True))
         self._acceptor.refuse(self, f"{self.peer}: {KEYS_DIFFER}")
@@ -158,11 +157,11 @@ class Acceptor:
             listening: Listening socket; ``close`` closes it.
             key: Key of this process; None for no key and no encryption.
             notify: Function that the loop calls with a connection that has received
-                data or ended; it must not wait.
+                data or ended; it must not block.
             most_bytes: Largest size of a message.
             most_strangers: Maximum number of connections with an unfinished handshake.
-            most_channels: Maximum number of other connections.
-            idle_seconds: Time without data after which a connection is ended.
+            most_channels: Maximum number of connections after their handshake.
+            idle_seconds: Seconds without data after which a connection is ended.
         """
         self._listening, self._key, self._notify = listening, key, notify
         self._most_bytes, self._idle_seconds = most_bytes, idle_seconds
@@ -179,7 +178,7 @@ class Acceptor:
     def take_refused(self, now: float) -> RefusedConnections | None:
         """Returns the connections that were refused since the last report.
 
-        It returns None if there are none, or the last report is less than a second old.
+        None means that there are none, or that the last report was within a second.
         """
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
@@ -194,7 +193,7 @@ class Acceptor:
         self._in_loop(self._close_channels)
 
     def stop_listening(self) -> None:
-        """Accepts no more connections; open ones stay."""
+        """Stops accepting connections; open connections stay."""
         self._closed.set()
         self._in_loop(self._end)
 
@@ -235,9 +234,7 @@ class Acceptor:
         self._watch()
 
     def tick(self, now: float) -> None:
-        """Drops connections that are silent for long or whose certificate was
-        revoked.
-        """
+        """Drops idle connections, and those whose certificate was revoked."""
         self._watch()
         revoked = frozenset() if self._key is None else self._key.revoked()
         for channel in [*self._channels]:
@@ -271,7 +268,7 @@ class Acceptor:
                 link = self._key.accepts.wrap_socket(
                     plain, server_side=True, do_handshake_on_connect=False
                 )
-        except OSError as error:  # It has ended.
+        except OSError as error:  # The connection has ended.
             plain.close()
             self._count(f"a connection ended before its handshake ({error.strerror})")
             return
@@ -280,16 +277,16 @@ class Acceptor:
         stranger.ready(selectors.EVENT_READ)
 
     def refuse(self, stranger: _Stranger, why: str) -> None:
-        """Ends a connection that does not belong to the run."""
+        """Ends a connection whose handshake failed."""
         self._strangers.pop(stranger, None)
         self._count(why)
         loop().forget(stranger.link, stranger)
-        with contextlib.suppress(OSError):  # Otherwise the message may not arrive.
+        with contextlib.suppress(OSError):  # lets the message arrive
             socket.socket.recv(stranger.link, 1 << 16)
         stranger.link.close()
 
     def admit(self, stranger: _Stranger) -> None:
-        """Admits a connection after its handshake, or refuses it with a reason."""
+        """Admits a connection after its handshake, or tells it why it is refused."""
         del self._strangers[stranger]
         loop().forget(stranger.link, stranger)
         name, why, full = "", "", ""

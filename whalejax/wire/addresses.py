@@ -1,4 +1,4 @@
-"""Addresses as text. The module imports nothing, so that every process can."""
+"""Addresses as text. This module imports nothing, so that every process can use it."""
 
 from __future__ import annotations
 

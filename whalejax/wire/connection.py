@@ -1,12 +1,12 @@
 """Encrypted connections that carry messages, with a deadline on every wait.
 
-TLS 1.3, in which both sides show a certificate of the run's authority: data on the
-network can be neither read nor changed, repeated or left out. After the handshake the
-listener sends its protocol and whether it accepts the other side. A frame is the sizes
-of a message's values and arrays, followed by both unchanged. If processes have no key,
-the same protocol runs without TLS.
+In TLS 1.3, both sides show a certificate of the run's authority. So others cannot read,
+change, repeat or remove data on the network. After the handshake the listener sends its
+protocol and whether it accepts the other side. A frame has the sizes of a message's
+values and arrays, followed by both. If processes have no key, the same protocol runs
+without TLS.
 
-The process's loop reads all incoming data; a slow reader delays only its own sender.
+The process's loop reads all incoming data. A slow reader delays only its own sender.
 
 The module is long because the handshake, both directions of a connection and its
 deadlines share one state.
@@ -49,7 +49,7 @@ PROTOCOL: Final = "whalejax 6"
 """Name and version of the protocol; both sides must have the same."""
 
 UNENCRYPTED: Final = f"{PROTOCOL} without a key\n".encode()
-"""Greeting of a dialling process without a key, in place of a handshake."""
+"""Greeting that a process without a key sends to a listener instead of a handshake."""
 
 KEYS_DIFFER: Final = (
     "one side was given a key (WHALEJAX_KEY_FILE) and the other was not"
@@ -57,10 +57,10 @@ KEYS_DIFFER: Final = (
 
 HANDSHAKE_SECONDS: Final = 10.0
 FRAME_SECONDS: Final = 60.0
-"""Time in which a begun frame must be complete, or a sent one be accepted."""
+"""Seconds in which a frame must arrive completely once begun, or be accepted."""
 
 SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Speed of a slow link, 80 Mb/s; adds time for large messages to a deadline."""
+"""Rate of a slow link, 80 Mb/s, by which deadlines of large messages are longer."""
 
 MOST_POSTED_BYTES: Final = 1 << 23
 """Maximum bytes of posted messages that the other side has not accepted."""
@@ -70,9 +70,9 @@ BACKLOG: Final = 1024
 _HEADER: Final = struct.Struct(">IQ")
 _MOST_WAITING: Final = 64
 _MOST_WAITING_BYTES: Final = 1 << 26
-"""Maximum bytes of received messages that wait; then no more is read."""
+"""Maximum bytes of messages that wait to be received; beyond that, nothing is read."""
 _MOST_AT_ONCE: Final = 1 << 22
-"""Bytes that are read from one connection before others have their turn."""
+"""Maximum bytes read from one connection before the other connections are read."""
 _TICK_SECONDS: Final = 0.2
 _LOST: Final = (ssl.SSLError, OSError, ValueError)
 
@@ -86,17 +86,17 @@ class WireTimeoutError(WireError):
 
 
 class WrongKey(WireError):
-    """The two sides do not accept each other; to dial again does not help."""
+    """One side does not accept the key of the other, so another attempt fails too."""
 
 
 class OtherProtocol(WireError):
-    """No process of a run listens there, or one of another version."""
+    """The listener is not a process of a run, or has another version."""
 
 
 class Admission(Message):
     """First message of a listener: its protocol, and the reason for a refusal.
 
-    If the refusal is final, to dial again does not help.
+    After a final refusal, another attempt to connect fails too.
     """
 
     protocol: Text
@@ -108,7 +108,7 @@ _ADMISSION: Final = Messages(Admission)
 
 
 class Channel:
-    """A connection; threads may send and receive.
+    """A connection, which several threads may use.
 
     Attributes:
         peer: Host and port of the other side, for messages to a reader.
@@ -129,8 +129,8 @@ class Channel:
             link: Socket after its handshake; ``close`` closes it.
             name: Name in the certificate of the other side; empty without a key.
             most_bytes: Largest size of a message, in either direction.
-            notify: Function that the loop calls when something can be received, and
-                when the connection ends; it must not wait.
+            notify: Function that the loop calls when a message can be received and when
+                the connection ends; it must not block.
         """
         self._link, self._most_bytes, self._notify = link, most_bytes, notify
         self.name = name
@@ -149,7 +149,7 @@ class Channel:
         self.peer, self.heard_at = end_of(link), time.monotonic()
 
     def open(self) -> None:
-        """Begins to read."""
+        """Starts reading."""
         self._loop.call(lambda: self.ready(selectors.EVENT_READ))
 
     # Sending.
@@ -165,14 +165,14 @@ class Channel:
 
         Args:
             message: Message to send.
-            seconds: Time within which the other side must accept all of it.
-            gives_up: Called now and then while the other side accepts nothing; True
-                ends the wait.
+            seconds: Seconds within which the other side must accept the whole message.
+            gives_up: Function called repeatedly while the other side accepts nothing;
+                True ends the wait.
 
         Raises:
             ConnectionClosedError: The other side has ended the connection.
-            WireTimeoutError: It did not accept it, or ``gives_up`` returned True; the
-                connection cannot be used any more.
+            WireTimeoutError: The other side did not accept the message, or ``gives_up``
+                returned True. The connection can no longer be used.
             WireError: The message is larger than a receiver accepts.
         """
         parts = self._frame(message)
@@ -188,17 +188,18 @@ class Channel:
                         if not sent:
                             self._wait_to_write(end, gives_up)
         finally:
-            if self._posted:  # Posted in the meantime.
+            if self._posted:  # posted in the meantime
                 self._loop.call(self._write_posted)
 
     def post(self, message: Message) -> None:
-        """Sends a message without waiting; closes a connection that accepts nothing.
+        """Sends a message without waiting; closes the connection if it is stuck.
 
         Args:
             message: Message to send; its arrays are copied.
 
         Raises:
-            WireError: It is larger than a receiver accepts, or the other side ended.
+            WireError: The message is larger than a receiver accepts, or the connection
+                has ended.
         """
         if self._why:
             raise ConnectionClosedError(self._why)
@@ -220,9 +221,7 @@ class Channel:
         return [memoryview(header + text), *views]
 
     def _write(self, part: memoryview) -> int:
-        """Returns the number of bytes that the system accepted; 0 if it accepts none
-        now.
-        """
+        """Returns the number of bytes that the system accepted, possibly 0."""
         if self._why:
             raise ConnectionClosedError(self._why)
         try:
@@ -239,15 +238,15 @@ class Channel:
         left = end - time.monotonic()
         if left <= 0 or gives_up():
             raise WireTimeoutError(f"{self.peer} took nothing in time")
-        with contextlib.suppress(OSError, ValueError):  # Writing reports it then.
+        with contextlib.suppress(OSError, ValueError):  # The next write reports it.
             poll = select.poll()
             poll.register(self._link, select.POLLOUT)
             poll.poll(1000 * min(left, _TICK_SECONDS))
 
     def _write_posted(self) -> None:
-        """Writes posted messages as far as accepted; the loop writes the rest."""
+        """Writes posted messages as far as possible; the loop writes the rest."""
         if not self._sending.acquire(blocking=False):
-            return  # The sending thread does it afterwards.
+            return  # The sending thread writes them afterwards.
         try:
             is_done = self._flush()
         except ConnectionClosedError as error:
@@ -280,21 +279,21 @@ class Channel:
 
         Args:
             takes: Messages that are expected.
-            seconds: Maximum wait for its beginning.
+            seconds: Maximum seconds until the message begins.
             until: Deadline of the complete message, on the clock of ``time.monotonic``.
 
         Raises:
-            WireTimeoutError: None began within ``seconds``, or it was not complete by
-                ``until``.
-            ConnectionClosedError: The connection has ended, also because the data was
-                no message or stopped in the middle of one.
+            WireTimeoutError: No message began within ``seconds``, or it was incomplete
+                at ``until``.
+            ConnectionClosedError: The connection has ended. One reason is data that is
+                not a message, or that stopped within one.
             MalformedError: The message is not an expected one.
         """
         end = min(time.monotonic() + seconds, until)
         with self._changed:
             while not self._frames and not self._why:
                 now = time.monotonic()
-                # A message that has begun is waited for.
+                # Wait for the rest of a message that has begun.
                 if now >= until or (now >= end and self._in_header):
                     raise WireTimeoutError(f"{self.peer} sent nothing in time")
                 left = end - now if now < end else _TICK_SECONDS
@@ -307,7 +306,7 @@ class Channel:
         """Returns the next message that has been received, or None.
 
         Raises:
-            ConnectionClosedError: There is none, and the connection has ended.
+            ConnectionClosedError: There is no message, and the connection has ended.
             MalformedError: The message is not an expected one.
         """
         with self._changed:
@@ -375,7 +374,7 @@ class Channel:
                 raise WireError(
                     f"{self.peer} announces a message that is too large: {why}"
                 )
-            # Unwritten memory costs nothing, so the announced sizes need little trust.
+            # Unwritten memory costs nothing, so a wrong announced size does no harm.
             self._text, self._data = bytearray(text_bytes), np.empty(array_bytes, "u1")
             self._in_header = False
             slowest = array_bytes / SLOWEST_BYTES_PER_SECOND
@@ -426,7 +425,7 @@ class Channel:
             self._why = self._why or why
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            # The method of the plain socket, which leaves the encryption alone.
+            # The plain socket's method does not touch the state of the encryption.
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         if self._loop.is_here:
             self._drop()
@@ -435,27 +434,25 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether ``next`` returns a message, or raises as there will be none."""
+        """Whether ``next`` returns a message or raises an error."""
         return bool(self._frames or self._why)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no new data can arrive; received messages may remain."""
+        """Whether no more data can arrive; received messages may remain."""
         return bool(self._why)
 
     def shut_down(self) -> None:
         """Ends sending; data that has arrived can still be read.
 
-        It is for a sender that failed: the other side's last message, such as that the
-        run is over, may have arrived and wait to be received.
+        After a failed send, the other side's last message may still wait to be
+        received, such as that the run is over.
         """
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection; a thread that waits in it raises
-        ``ConnectionClosedError``.
-        """
+        """Ends the connection; threads that wait raise ``ConnectionClosedError``."""
         self._end("this process has ended the connection")
 
 
@@ -472,16 +469,16 @@ def dial(
     Args:
         address: Host and port.
         key: Key of this process; None for no key and no encryption.
-        seconds: Time for all of it.
+        seconds: Deadline of connection and handshake together.
         most_bytes: Largest size of a message.
-        notify: See ``Channel``.
+        notify: Argument of ``Channel``.
 
     Raises:
-        ConnectionClosedError: Nothing listens there, or it ended the connection, or has
-            no room.
-        WireTimeoutError: It does not answer in time.
-        WrongKey: One of the two does not accept the other.
-        OtherProtocol: It sends something else.
+        ConnectionClosedError: Nothing listens there, or the listener ended the
+            connection, or has too many.
+        WireTimeoutError: The listener does not answer in time.
+        WrongKey: One side does not accept the key of the other.
+        OtherProtocol: The listener speaks another protocol.
     """
     end = time.monotonic() + seconds
     where = joined_address(*address)
@@ -491,7 +488,7 @@ def dial(
         raise WireTimeoutError(f"{where} answered nothing in {seconds:.0f} s") from None
     except OSError as error:
         raise ConnectionClosedError(f"{where}: {error.strerror or error}") from None
-    except (ValueError, OverflowError) as error:  # An invalid host name or port.
+    except (ValueError, OverflowError) as error:  # an invalid host name or port
         raise ConnectionClosedError(
             f"{visible(where)[:80]} is no address ({error})"
         ) from None
@@ -529,7 +526,7 @@ def admission(*, refused: str = "", is_final: bool = False) -> bytes:
 
 
 def _pulled(link: socket.socket, end: float) -> bytes:
-    """Reads the values of the first message, which a listener sends at once."""
+    """Reads the values of the listener's first message."""
     result, size = b"", _HEADER.size
     while len(result) < size:
         link.settimeout(max(end - time.monotonic(), 0.01))
@@ -586,8 +583,8 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 def at_once(link: socket.socket) -> None:
     """Makes a socket send the parts of a frame without delay.
 
-    Otherwise the last parts wait for the acknowledgement of the first one, which the
-    other side may delay by 40 ms.
+    By default, the last parts wait until the other side acknowledges the first one,
+    which may take 40 ms.
     """
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

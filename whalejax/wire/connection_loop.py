@@ -1,7 +1,7 @@
-"""The thread of a process that watches all of its connections.
+"""The thread of a process that reads all of its connections.
 
-No function that it calls may wait: received data is put where other threads take it. So
-a slow connection never delays another one.
+The functions that it calls must not block: they store received data for other threads.
+So a slow connection never delays another one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Final, Protocol
 
 
 TICK_SECONDS: Final = 0.2
-"""Time between checks of deadlines."""
+"""Seconds between checks of deadlines."""
 
 
 class Watched(Protocol):
     """Connection or listening socket that the loop serves."""
 
     def ready(self, events: int) -> None:
-        """Handles a socket that can be read or written."""
+        """Reads and writes the socket as far as possible."""
 
     def tick(self, now: float) -> None:
         """Handles deadlines that have passed."""
@@ -45,7 +45,6 @@ class Waker:
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
-        # A waker that is never used closes them, too.
         self.close = weakref.finalize(self, _close, self._reads, self._writes)
 
     def fileno(self) -> int:
@@ -53,8 +52,8 @@ class Waker:
         return self._reads.fileno()
 
     def wake(self) -> None:
-        """Wakes the selector; once is enough."""
-        with contextlib.suppress(OSError):  # Full, so it is awake already; or closed.
+        """Wakes the selector until ``clear``."""
+        with contextlib.suppress(OSError):  # already awake, or closed
             self._writes.send(b"x")
 
     def clear(self) -> None:
@@ -85,24 +84,24 @@ class Loop:
         """Runs a function soon in the loop's thread.
 
         Args:
-            work: Function; it must not wait.
+            work: Function to call; it must not block.
         """
         self._work.append(work)
         self._waker.wake()
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is that of the loop."""
+        """Returns whether the loop's thread calls this."""
         return threading.current_thread() is self._thread
 
     # In the thread of the loop.
 
     def watch(self, link: socket.socket, watched: Watched, events: int) -> None:
-        """Watches a socket for some events, in place of the previous ones.
+        """Watches a socket for some events, which replace the previous ones.
 
         Args:
-            link: The socket.
-            watched: Handler of the events, and of deadlines.
+            link: Socket to watch.
+            watched: Handler of the events and deadlines.
             events: Events of ``selectors``; 0 for deadlines only.
         """
         before = self._watched.get(watched, 0)
@@ -126,7 +125,7 @@ class Loop:
             for key, events in self._selector.select(0 if self._work else left):
                 if key.data is None:
                     self._waker.clear()
-                elif key.data in self._watched:  # Still open.
+                elif key.data in self._watched:
                     _guarded(key.data.ready, events)
             for _ in range(len(self._work)):
                 _guarded(self._work.popleft())
@@ -139,7 +138,7 @@ class Loop:
 
 
 def _guarded(work: Callable[..., None], *given: float) -> None:
-    """Calls a function; prints its errors, so that other connections continue."""
+    """Calls a function, and prints its error so that other connections continue."""
     try:
         work(*given)
     except Exception:

@@ -1,13 +1,13 @@
 """Keys by which processes of a run authenticate: certificates of its authority.
 
-A key file holds the private key and the certificate of a process, and the certificate
-of the run's authority. One file may be copied to all processes. A process that has a
-key of its own has its own name, by which the key can be revoked. The authority's
-private key stays beside the first file, where the run was created. Certificates are
-made by the ``openssl`` command; their use needs only Python.
+A key file has the private key and the certificate of a process, and the certificate of
+the run's authority. One file may be copied to all processes. A process may also have a
+key of its own, with its own name, by which the key can be revoked. The authority's
+private key stays beside the first key file, where the run was created. The ``openssl``
+command makes certificates; their use needs only Python.
 
-Whoever can read a key can join the run and change its result, so a file that others can
-read is refused, as ssh refuses such a private key.
+Anyone who can read a key can join the run and change its result. So a key file that
+other users can read is refused, as in ssh.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ _NOT_YET: Final = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Key:
-    """Identity of a process, and the authority by which it accepts others.
+    """Certificate of a process, and the authority by which it accepts others.
 
     Attributes:
         path: Path of the key file.
         name: Name in the certificate.
         run: Name of the authority.
-        accepts, dials: TLS 1.3 contexts for each side of a connection; both ask for
+        accepts, dials: TLS 1.3 contexts to accept and to make connections. Both require
             a certificate of the same authority.
     """
 
@@ -105,10 +105,10 @@ class Key:
     _revoked: list[tuple[float, frozenset[str]]] = field(default_factory=list)
 
     def refusal(self, name: str) -> str:
-        """Returns the reason why a process is not accepted, or an empty text.
+        """Returns why a process is not accepted; empty if it is.
 
         Args:
-            name: Name in its certificate, which the authority has signed.
+            name: Name in the process's certificate, which the authority has signed.
         """
         if name not in self.revoked():
             return ""
@@ -118,7 +118,7 @@ class Key:
         )
 
     def revoked(self) -> frozenset[str]:
-        """Returns the names of revoked certificates, as currently listed."""
+        """Returns the names of revoked certificates, from the current list."""
         path = _sibling_path(self.path, REVOKED)
         try:
             changed_at = path.stat().st_mtime
@@ -135,8 +135,8 @@ def make_key(path: Path) -> None:
     """Creates an authority and its first key, unless the file exists.
 
     Args:
-        path: Path of the key. Only its owner can read it, and the authority's key
-            beside it.
+        path: Path of the key file. The authority's private key is written beside it.
+            Only the owner can read either file.
 
     Raises:
         WhaleError: The key cannot be written, or ``openssl`` is missing or fails.
@@ -155,10 +155,10 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
     """Writes a separate key for one process of a run.
 
     Args:
-        path: Path of the run's first key, beside which its authority is stored.
+        path: Path of the run's first key file, beside which its authority is stored.
         name: Name in the certificate, by which it can be revoked.
-        to: Path of the new file.
-        days: Number of days for which it is valid, from now on.
+        to: Path of the file to write.
+        days: Number of days for which the certificate is valid.
 
     Raises:
         WhaleError: The name is invalid, the file exists, the authority is missing, or
@@ -182,7 +182,8 @@ def revoke_key(path: Path, name: str) -> None:
     """Revokes all certificates with a name.
 
     Args:
-        path: Path of a key of the run; processes with a key at the same path obey.
+        path: Path of a key file of the run. Processes that use this path refuse the
+            certificates.
         name: Name in the certificates.
 
     Raises:
@@ -198,11 +199,11 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def load_key(path: Path) -> Key:
-    """Loads the key in a file, after a test handshake with itself.
+    """Loads a key file, and tests the key in a handshake with itself.
 
     Raises:
-        WhaleError: It cannot be read, others can read it, or no process of its run
-            would accept it; names the remedy.
+        WhaleError: The file cannot be read, other users can read it, or no process of
+            the run would accept the key.
     """
     data = _read(path, "the key of the run")
     if b"-----BEGIN" not in data:
@@ -232,11 +233,10 @@ def load_key(path: Path) -> Key:
 
 
 def certificate_refusal(error: ssl.SSLError) -> str:
-    """Returns the reason of a failed handshake if it is a certificate; else an empty
-    text.
+    """Returns the fault of a certificate that made a handshake fail, or an empty text.
 
     Args:
-        error: Error of this side, or reported by the other.
+        error: Error of the handshake, on this side or reported by the other side.
     """
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -284,7 +284,7 @@ def _common_name(certificate: Any, which: str) -> str:
 
 
 def _tried(server: ssl.SSLContext, client: ssl.SSLContext) -> Any:
-    """Returns the certificate that a handshake of a key with itself shows."""
+    """Returns the certificate from a handshake of a key with itself."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),
@@ -348,7 +348,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def _draft_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder for drafts; turns errors of writing into messages."""
+    """Yields a folder for unfinished files; explains errors of writing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".key-") as folder:
@@ -361,7 +361,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Writes a file that only its owner can read, in one atomic step."""
+    """Writes a file atomically; only its owner can read it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(opened, "wb") as file:
@@ -380,16 +380,16 @@ def _issued(folder: Path, name: str, days: float) -> bytes:
     first = f"whalejax key of {name!r}, valid until {until}\n"
     names = ("process.key", "process.pem", "authority.pem")
     blocks = [(folder / name).read_bytes() for name in names]
-    # The authority's file may hold its private key too, which must not be copied.
+    # The authority's file may contain its private key too, which must not be copied.
     blocks[-1] = _BLOCK.findall(blocks[-1])[-1] + b"\n"
     return first.encode() + b"".join(blocks)
 
 
 def _certify(folder: Path, name: str, kind: str, days: float) -> None:
-    """Creates a private key and a certificate, signed by the folder's authority."""
+    """Creates a private key, and a certificate that the folder's authority signs."""
     (folder / "openssl.cnf").write_text(_OPENSSL)
     (folder / "index").touch()
-    # Valid from yesterday, since the clocks of machines differ.
+    # Valid since yesterday, because clocks of machines differ.
     begin, end = (
         time.strftime("%Y%m%d%H%M%SZ", time.gmtime(time.time() + n * _DAY_SECONDS))
         for n in (min(-1.0, days - 1.0), days)
@@ -436,7 +436,7 @@ def main(words: list[str]) -> None:
     """Runs ``new FILE``, ``issue FILE NAME NEW_FILE`` or ``revoke FILE NAME``.
 
     Raises:
-        WhaleError: The words are others, or the command fails.
+        WhaleError: The words have another form, or the command fails.
     """
     match words:
         case ["new", path]:

@@ -1,8 +1,8 @@
 """Messages as bytes: a Struct in msgpack, followed by arrays as they are in memory.
 
-The messages that a receiver accepts are a union of Structs, and anything else is
-refused on arrival, so that readers of a message need no further checks. Received data
-is never unpickled or run, and sizes, types and depth are checked before allocation.
+A receiver accepts a union of Structs and refuses anything else on arrival, so readers
+of a message need no further checks. Received data is never unpickled or run. Sizes,
+types and depth are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONTROL_BYTES: Final = 1 << 20
 """Maximum bytes of a message between a member and the supervisor."""
 
 DATA_BYTES: Final = MOST_TEXT_BYTES + MOST_ARRAY_BYTES
-"""Maximum bytes of a message between members, which carries gradients and states."""
+"""Maximum bytes of a message between members, such as gradients and states."""
 
 MOST_ARRAYS: Final = 4096
 _MOST_DIMENSIONS: Final = 32
@@ -58,18 +58,18 @@ Whole = Annotated[int, Meta(ge=-1, lt=1 << 53)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
-"""Bounded, so that NaN is refused."""
+"""Type of numbers with bounds, so that NaN is refused."""
 Size = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Arrays = Annotated[tuple[np.ndarray, ...], Meta(max_length=MOST_ARRAYS)]
 
 
 class WireError(WhaleError):
-    """Data on a connection is no valid message."""
+    """Data on a connection is not a valid message."""
 
 
 class MalformedError(WireError):
-    """A complete frame is none of the accepted messages."""
+    """A complete frame is not an accepted message."""
 
 
 def _snake(name: str) -> str:
@@ -92,7 +92,7 @@ class Message(
     tag_field="kind",
     tag=_snake,
 ):
-    """Message between processes; arrays, if any, are in ``arrays``."""
+    """Message between processes; ``arrays`` has its arrays, if any."""
 
     @property
     def kind(self) -> str:
@@ -129,7 +129,7 @@ class Messages(Generic[M]):
     """
 
     def __init__(self, *types: type[M]) -> None:
-        """Accepts messages of these types and no other."""
+        """Accepts only messages of these types."""
         self.kinds: Mapping[str, type[M]] = {
             str(one.__struct_config__.tag): one for one in types
         }
@@ -145,7 +145,7 @@ class Messages(Generic[M]):
             data: Bytes of its arrays, one after the other; they are not copied.
 
         Raises:
-            WireError: The bytes are no accepted message; names the error.
+            WireError: The bytes are not an accepted message.
         """
         view, place = memoryview(data), 0
 
@@ -178,7 +178,7 @@ class Messages(Generic[M]):
 def encode(
     message: Message, most_bytes: int = DATA_BYTES
 ) -> tuple[bytes, list[memoryview]]:
-    """Encodes a message: its values, and the memory of its arrays.
+    """Encodes a message as the bytes of its values, and the memory of its arrays.
 
     Args:
         message: Message; contiguous arrays are not copied.
@@ -207,7 +207,7 @@ def encode(
 
 
 def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
-    """Returns the sizes of a message that is too large; empty if it is accepted.
+    """Returns text with the sizes of a message that is too large, or an empty text.
 
     Args:
         text_bytes: Bytes of its values.
@@ -236,7 +236,7 @@ def _described(described: Any) -> tuple[np.dtype[Any], list[int]]:
         type(size) is int and 0 <= size <= MOST_ARRAY_BYTES for size in shape
     ):
         raise MalformedError(f"an array of a message has shape {str(shape)[:80]}")
-    # NumPy refuses too large shapes even if one size is 0.
+    # NumPy refuses a too large shape even if one size is 0.
     if math.prod(size or 1 for size in shape) > MOST_ARRAY_BYTES:
         raise MalformedError(
             f"an array of a message has shape {str(shape)[:80]}, of more than "
@@ -249,7 +249,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """Returns the NumPy dtype of a name.
 
     Raises:
-        MalformedError: The dtype is none of those that are sent.
+        MalformedError: Messages have no arrays of that dtype.
 
     >>> dtype_of("float32").itemsize
     4

@@ -21,7 +21,7 @@ from whalejax.wire.messages import (
 _MOST_MEMBERS: Final = 4096
 
 Node: TypeAlias = tuple[Whole, Whole]
-"""First micro-batch of a range, and the one after its last."""
+"""Range of micro-batches: the index of the first, and the index after the last."""
 
 Shares: TypeAlias = dict[Text, list[Node]]
 Facts: TypeAlias = dict[Text, Text]
@@ -33,14 +33,14 @@ Status: TypeAlias = Annotated[int, Meta(gt=-256, lt=256)]
 Members: TypeAlias = Annotated[
     list[tuple[Text, Text, Port]], Meta(max_length=_MOST_MEMBERS)
 ]
-"""Names, hosts and ports, by rank."""
+"""Name, host and port of each member, by rank."""
 
 
 # Messages of members to the supervisor.
 
 
 class Register(Message):
-    """Request to take part; repeated after a reconnection."""
+    """Request of a process to take part, repeated after a reconnection."""
 
     run: Text
     name: Text
@@ -58,7 +58,7 @@ class Register(Message):
 
 
 class ReductionOffer(Message, tag="adding_up"):
-    """Question for the run's gradient reduction; a proposal unless ``by`` is empty."""
+    """Question about the run's gradient reduction; ``by`` proposes one, or is empty."""
 
     run: Text
     by: Way
@@ -66,7 +66,7 @@ class ReductionOffer(Message, tag="adding_up"):
 
 
 class Refusal(Message):
-    """Report of a process that has not joined and cannot run."""
+    """Report that a process cannot run; sent before it joins."""
 
     machine: Text
     pid: Whole
@@ -74,7 +74,7 @@ class Refusal(Message):
 
 
 class Beat(Message):
-    """Heartbeat, with the step of the member's state and its progress in a phase."""
+    """Heartbeat, with the step of the member's state and its progress in its phase."""
 
     phase: Text
     step: Whole
@@ -82,10 +82,10 @@ class Beat(Message):
 
 
 class Report(Message):
-    """Numbered message; a member repeats those that were not acknowledged.
+    """Numbered message, which a member repeats until it is acknowledged.
 
     Attributes:
-        number: Number from 1, set when sent; a report without one is refused.
+        number: Number from 1, which is set when the report is sent.
     """
 
     number: Whole = 0
@@ -104,8 +104,9 @@ class Prepared(Report):
 
 
 class Committed(Report):
-    """Report of a finished step; ``seconds`` are those of one micro-batch. Only the
-    first member sends ``parts``, the micro-batches of each member.
+    """Report of a finished step; ``seconds`` is the time of one micro-batch.
+
+    ``parts`` has the micro-batches of each member, and only the first member sends it.
     """
 
     generation: Whole
@@ -194,7 +195,7 @@ class Note(Report):
 
 
 class Recovered(Report):
-    """Report of the state with which the run goes on, and its source."""
+    """Report of the state with which the run goes on, and of its source."""
 
     step: Whole
     source: Text
@@ -229,7 +230,7 @@ OfMember: TypeAlias = (
 
 
 class ReductionDecision(Message, tag="added_up"):
-    """The run's gradient reduction, or an empty ``by`` before it is decided."""
+    """The run's gradient reduction; ``by`` is empty before it is decided."""
 
     by: Way
     why: Text
@@ -255,17 +256,18 @@ class ReportReceived(Message, tag="heard"):
 
 
 class Prepare(Message):
-    """Request to stop for a generation after a step; -1 for at once."""
+    """Request to stop for a generation after step ``after``; -1: immediately."""
 
     generation: Whole
     after: Whole
 
 
 class Begin(Message):
-    """Begin of a generation with the state of a step.
+    """Start of a generation with the state of a step.
 
-    ``sources`` gives the holder of that state for each member without it. ``first`` and
-    ``later`` are the micro-batches of each member in the first step and in later ones.
+    ``sources`` gives, for each member without that state, a member that has it.
+    ``first`` and ``later`` are the micro-batches of each member in the first step and
+    in later steps.
     """
 
     generation: Whole
@@ -285,7 +287,7 @@ class Stop(Message):
 
 
 class RunEnded(Message, tag="over"):
-    """End of a member's part in the run; ``well`` if it is no failure."""
+    """End of a member's part in the run; ``well`` means without a failure."""
 
     why: Text
     well: bool
@@ -319,7 +321,7 @@ ToMember: TypeAlias = (
 
 
 class Enlist(Message):
-    """Request of an agent to join or rejoin, with the processes that it has."""
+    """Request of an agent to join or rejoin, with the processes that it runs."""
 
     agent: AgentName
     host: Text
@@ -385,7 +387,7 @@ class Start(Message):
 
 
 class Release(Message):
-    """Permission for a started process to run, as its start is in the journal."""
+    """Permission for a started process to run: its start is in the journal."""
 
     name: MemberName
 
@@ -418,7 +420,7 @@ class PeerHello(Message, tag="hello"):
 
 
 class GradientPart(Message, tag="part"):
-    """Sums of subtrees of micro-batches, in the slice that the receiver reduces."""
+    """Sums of subtrees of micro-batches, for the slice that the receiver reduces."""
 
     generation: Whole
     step: Whole
@@ -435,7 +437,7 @@ class Total(Message):
 
 
 class State(Message):
-    """Piece ``place`` of ``count`` of a state; ``text`` of the last has the hash."""
+    """Piece ``place`` of ``count`` of a state; ``text`` of the last one has a hash."""
 
     place: Whole
     count: Whole

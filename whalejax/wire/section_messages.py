@@ -1,7 +1,7 @@
 """Questions and answers between the two sections of a recommender.
 
-Messages carry step numbers, so that a question may arrive twice: a repeated update
-changes nothing, and a repeated lookup of a step reads the same rows.
+Messages have step numbers, so a question may arrive twice: a repeated update changes
+nothing, and a repeated lookup of a step reads the same rows.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Hello(Question[HelloHeard]):
 
 
 class Begin(Question[BeginAnswer]):
-    """Message with six arrays for each buffer: see ``width_arrays``.
+    """Start of a run, with six arrays for each buffer; see ``width_arrays``.
 
     If ``restores``, the process reads the snapshot of ``version``, or the newest for
-    -1. Otherwise it removes its snapshots.
+    -1. If not, it removes its snapshots.
     """
 
     staleness: Whole
@@ -121,8 +121,8 @@ class GetRows(Question[RowsChunk]):
 class Commit(Question[Saved]):
     """Applies the updates of the first ``version`` steps, and saves the rows.
 
-    If ``fresh``, the written rows already contain the updates. The snapshot of version
-    ``kept`` is not removed; -1 for none.
+    If ``fresh``, the rows already contain the updates. The snapshot of version ``kept``
+    is not removed; -1 means none.
     """
 
     version: Whole
@@ -135,8 +135,8 @@ class Save(Question[Saved]):
 
 
 class LookUp(Question[Vectors]):
-    """``arrays`` are, for each buffer, ids ``int32[samples, columns]``, or named rows
-    ``int32[rows]``.
+    """Lookup of rows. For each buffer, ``arrays`` has ids ``int32[samples, columns]``
+    or row numbers ``int32[rows]``.
     """
 
     step: Whole
@@ -144,10 +144,10 @@ class LookUp(Question[Vectors]):
 
 
 class Update(Question[Updated]):
-    """``arrays`` are the gradients for each buffer, then, if the process may lack them,
-    the arrays of the lookup.
+    """Update of rows. ``arrays`` has the gradients for each buffer, and then the arrays
+    of the lookup if the process may lack them.
 
-    The vectors of the first ``received`` steps were received.
+    The sender has received the vectors of the first ``received`` steps.
     """
 
     step: Whole

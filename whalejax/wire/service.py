@@ -1,6 +1,6 @@
-"""Questions and answers over connections, with a deadline on each.
+"""Questions and answers over connections, with a deadline for each question.
 
-A connection carries one question at a time. A caller keeps idle connections, and dials
+A connection carries one question at a time. A caller keeps idle connections, and opens
 another if all are in use. An answer is a message, or a refusal with its reason.
 """
 
@@ -44,15 +44,15 @@ from whalejax.wire.messages import (
 
 _LONGEST_REASON: Final = 2000
 _MOST_AT_ONCE: Final = 256
-"""Maximum number of processes that ``ask_all`` asks at once."""
+"""Maximum number of processes that ``ask_all`` asks at the same time."""
 
 Address = tuple[str, int]
 Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
-"""Function that answers each type of question."""
+"""Functions that answer questions, by the type of the question."""
 
 
 class UnansweredError(WhaleError):
-    """A question got no answer; the subclasses set the attributes."""
+    """A question got no answer; base class of the errors below."""
 
     code, why, blame = "", "", ""
     late = hopeless = False
@@ -62,12 +62,12 @@ class RefusedRequestError(UnansweredError):
     """A question was refused.
 
     Attributes:
-        code: Reason of the error: ``"stale"`` (a generation or step that is over, or
-            not begun), ``"missing"`` (the requested data is not held), ``"source"``
-            (another peer did not answer), ``"late"`` (it did not in time), ``"not
-            finite"``, ``"overflow"`` (a sum or a state that is not finite, of numbers
-            that are), ``"shape"`` (another peer sent an impossible shape), ``"answer"``
-            (the answer was not valid), ``"failed"``.
+        code: Kind of the error: ``"stale"`` (a generation or step that is over or has
+            not begun), ``"missing"`` (the process lacks the requested data),
+            ``"source"`` (another peer did not answer), ``"late"`` (another peer did not
+            answer in time), ``"not finite"`` (received numbers), ``"overflow"`` (a sum
+            or state of finite numbers is not finite), ``"shape"`` (another peer sent an
+            impossible shape), ``"answer"`` (an invalid answer), or ``"failed"``.
         why: Reason in words.
         blame: Name of another peer that is at fault; empty if none.
     """
@@ -81,8 +81,8 @@ class UnreachableProcessError(UnansweredError):
     """A process did not answer, or not in time.
 
     Attributes:
-        late: Whether it did not answer in time; otherwise the connection ended.
-        hopeless: Whether another key or protocol is in use there, so retries fail.
+        late: Whether it did not answer in time; if not, the connection ended.
+        hopeless: Whether the process uses another key or protocol, so retries fail.
     """
 
     def __init__(self, text: str, *, late: bool, hopeless: bool = False) -> None:
@@ -91,7 +91,7 @@ class UnreachableProcessError(UnansweredError):
 
 
 class Declined(Message, tag="refused"):
-    """Refusal in place of an answer; see ``RefusedRequestError``."""
+    """Refusal of a question; see ``RefusedRequestError``."""
 
     code: Text
     why: Text
@@ -99,7 +99,7 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions; each connection with an unanswered question has a thread."""
+    """Answers questions, each in a thread of its own."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Service:
         Args:
             listening: Listening socket; ``close`` closes it.
             key: Key of this process.
-            handlers: Handler of each question; others are not accepted.
+            handlers: Handlers of all accepted questions.
         """
         self._questions, self._handlers = Messages(*handlers), handlers
         host, port = listening.getsockname()[:2]
@@ -128,9 +128,7 @@ class Service:
         self._workers.end()
 
     def _notice(self, channel: Channel) -> None:
-        """Starts a thread for a channel that has received data; one thread answers
-        each channel.
-        """
+        """Starts a thread for a channel that has received data, if it has none."""
         with self._lock:
             if channel in self._served:
                 return
@@ -144,14 +142,14 @@ class Service:
                 if question is None:
                     with self._lock:
                         self._served.discard(channel)
-                    # No other thread was started for data that came before.
+                    # Data that came before this line started no other thread.
                     if not channel.has_more:
                         return
                     self._notice(channel)
                     return
                 _send(channel, self._answer(question))
         except WireError:
-            channel.close()  # The other side has ended, or sends no question.
+            channel.close()  # The other side has ended, or sent no valid question.
             with self._lock:
                 self._served.discard(channel)
 
@@ -160,12 +158,12 @@ class Service:
             return self._handlers[type(question)](question)
         except RefusedRequestError as error:
             return _declined(error.code, error.why, error.blame)
-        except Exception as error:  # The asking side is told about any error.
+        except Exception as error:  # Any error is sent to the asking side.
             return _declined("failed", f"{type(error).__name__}: {error}", "")
 
 
 def _send(channel: Channel, answer: Message) -> None:
-    """Sends an answer; reports one that is larger than a message may be."""
+    """Sends an answer, or a refusal if the answer is too large."""
     size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
@@ -180,7 +178,7 @@ def _declined(code: str, why: str, blame: str) -> Declined:
 
 
 class _Workers:
-    """Threads that answer, one for each open question; idle ones are kept."""
+    """Threads that each answer one question at a time; idle threads are reused."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -203,7 +201,7 @@ class _Workers:
 
 
 class Caller:
-    """Asks other processes."""
+    """Client that asks other processes questions, over connections that it keeps."""
 
     def __init__(self, key: Key) -> None:
         """Starts without connections."""
@@ -225,11 +223,12 @@ class Caller:
         Args:
             address: Address of the process.
             question: Question to ask.
-            seconds: Time until the complete answer must have arrived.
+            seconds: Seconds in which the complete answer must arrive.
 
         Raises:
-            UnreachableProcessError: It did not answer, or this caller is closed.
-            RefusedRequestError: It refused, or sent an invalid answer.
+            UnreachableProcessError: The process did not answer, or this caller is
+                closed.
+            RefusedRequestError: The process refused, or sent an invalid answer.
         """
         end = time.monotonic() + seconds
         answers = _answers_to(type(question))
@@ -257,7 +256,7 @@ class Caller:
                     raise self._unreachable_error(
                         address, question.kind, seconds, error
                     ) from None
-                continue  # It ended while idle; questions may be repeated.
+                continue  # The idle connection had ended; questions may be repeated.
             self._put_back(address, channel)
             if isinstance(answer, Declined):
                 raise RefusedRequestError(answer.code, answer.why, answer.blame)
@@ -311,9 +310,7 @@ class Caller:
             channel.close()
 
     def close(self) -> None:
-        """Ends all connections; questions that wait for an answer raise
-        ``UnreachableProcessError``.
-        """
+        """Ends all connections; unanswered calls raise ``UnreachableProcessError``."""
         with self._lock:
             self._closed = True
             addresses, busy = [*self._idle], [*self._busy]
@@ -330,7 +327,7 @@ def ask_all(
 
     Args:
         caller: Connections of this process.
-        addresses: Addresses of the processes, which are asked at once.
+        addresses: Addresses of the processes, which are asked at the same time.
         question, seconds: Arguments of ``Caller.ask``.
     """
 

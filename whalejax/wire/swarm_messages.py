@@ -1,7 +1,7 @@
 """Questions and answers between the processes of a swarm.
 
-A question may be sent twice: its key is run, generation, step, stage, micro-batch and
-attempt.
+A question may be sent twice. Run, generation, step, stage, micro-batch and attempt
+identify it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ MadeBy: TypeAlias = Annotated[
 ]
 """Phase, stage, name, incarnation, attempt and coding error of the results of peers."""
 Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
-"""Generation, step and number of micro-batches, and how often each was leased
-before."""
+"""Generation, step and number of micro-batches, and how often each was leased."""
 
 
 # Answers.
@@ -57,8 +56,9 @@ class Pong(Message):
 
 
 class Receipt(Message):
-    """Answer to a call: seconds on the device, and coding error. ``arrays`` are the
-    sums of the loss, after the last stage's backward call.
+    """Answer to a call: seconds on the device, and coding error.
+
+    After the last stage's backward call, ``arrays`` has the sums of the loss.
     """
 
     seconds: Seconds
@@ -71,8 +71,8 @@ class Tensors(Message):
 
 
 class Summed(Message):
-    """Micro-batches and attempts in a peer's part of a sum, with the squares of the
-    coding error and of the sum.
+    """Micro-batches and attempts in a peer's sum, with the squared norms of the coding
+    error and of the sum.
     """
 
     numbers: Wholes
@@ -92,7 +92,7 @@ class GradientSlices(Message):
 
 
 class StageValues(Message, tag="told"):
-    """Values that a stage broadcasts after a round, or the digest of its state."""
+    """Values that a stage sends to all after a round, or the digest of its state."""
 
     numbers: Wholes
     digest: Text
@@ -124,7 +124,9 @@ class PeerWelcome(Message, tag="welcome"):
 
 
 class AnnouncementReceived(Message, tag="heard"):
-    """``known`` is false if the peer must join again; ``free`` lets it leave."""
+    """Answer to ``Announce``: ``known`` is false if the peer must join again, and
+    ``free`` is true if it may leave.
+    """
 
     known: bool
     free: bool
@@ -135,8 +137,9 @@ class TrainerEnlisted(Message, tag="enlisted"):
 
 
 class GivenShare(Message):
-    """Lease of a micro-batch, or ``number`` -1, with the peers that serve. ``times``
-    counts earlier leases. If not ``known``, the trainer must enlist again.
+    """Lease of micro-batch ``number``, or -1 for none, with the peers that serve.
+
+    ``times`` counts earlier leases. If not ``known``, the trainer must enlist again.
     """
 
     known: bool = True
@@ -188,7 +191,7 @@ class Terms(Message):
 
 
 class At(Message):
-    """A question of a step."""
+    """A question about a step."""
 
     run: Text
     generation: Whole
@@ -271,8 +274,10 @@ class SumPart(At, Question[Tensors]):
 
 
 class UpdateStage(At, Question[StageValues], tag="update"):
-    """Asks for round ``level`` of the update. ``arrays`` are the sums of the loss in
-    round 0, then the values that ``heard`` names.
+    """Asks for round ``level`` of the update.
+
+    ``arrays`` has the sums of the loss in round 0, and later the values that ``heard``
+    names.
     """
 
     stage: Whole
@@ -287,7 +292,7 @@ class UpdateStage(At, Question[StageValues], tag="update"):
 
 
 class Sync(At, Question[StageValues]):
-    """Asks a peer to have the state of a step; its own one only if ``keeps``."""
+    """Asks a peer to get the state of a step; ``keeps`` allows the peer's own state."""
 
     stage: Whole
     keeps: bool
@@ -332,7 +337,7 @@ class EnlistTrainer(Question[TrainerEnlisted], tag="enlist"):
 
 
 class Take(Question[GivenShare]):
-    """Asks for a micro-batch; ``leads`` are those that the trainer has."""
+    """Asks for a micro-batch; ``leads`` has the micro-batches that the trainer has."""
 
     name: Text
     leads: Leads
@@ -341,7 +346,7 @@ class Take(Question[GivenShare]):
 
 
 class Led(At, Question[MicroBatchAccepted]):
-    """Reports a micro-batch that a trainer has led, or why it returns it."""
+    """Reports that a trainer has finished a micro-batch, or why it gives it back."""
 
     name: Text
     number: Whole

@@ -165,7 +165,7 @@ def test_the_newest_set_is_taken_and_older_ones_go(
     assert [s.step for s in whole_sets(names_in(tmp_path / "c"))] == [2]
     for done in (6, 7, 8):
         makes.copy(state, done)
-    assert len(told) == 4 and "3 in a row, so that none are made" in told[-1]
+    assert len(told) == 4 and "3 in a row failed, so no more copies" in told[-1]
     assert not makes.is_due(100)
 
 

@@ -107,11 +107,11 @@ def test_the_port_that_a_process_announces_is_its_own(
         control: Any = script_placement._held.pop()
         control.close()
     said = capsys.readouterr().err
-    assert f"the coordination service of JAX listens at {found[0]}; it asks" in said
+    assert f"the coordination service of JAX listens at {found[0]}; it does" in said
     assert "any user of this machine can end a generation or join it" in said
 
 
 def test_who_can_reach_the_service_is_said() -> None:
     said = script_placement.listens("10.0.0.1:8476")
-    assert "JAX listens at 10.0.0.1:8476; it asks nobody" in said
-    assert "so that whoever reaches it can end a generation" in said
+    assert "JAX listens at 10.0.0.1:8476; it does not check" in said
+    assert "so whoever reaches it can end a generation" in said

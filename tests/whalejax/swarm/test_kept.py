@@ -258,7 +258,8 @@ def test_engines_that_contradict_each_other_are_refused(
     unclosed = said("--processes", "2", '--slurm="')
     assert "--slurm is '\"' (No closing quotation)" in unclosed
     named = said("--processes", "2", "--slurm=-p long -J mine")
-    assert "names the allocations" in named and "Leave --job-name out" in named
+    assert "each allocation gets a job name" in named
+    assert "Leave --job-name out" in named
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert "there is no srun here" in said("--processes", "2", "--slurm=")
     assert not programs

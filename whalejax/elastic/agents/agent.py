@@ -1,9 +1,9 @@
 """The process that runs members of an elastic run on its machine: ``whalejax agent``.
 
-It starts and kills processes on the supervisor's request, and reports their ends. When
-the agent ends, or the supervisor is unreachable for too long, the processes end. The
-agent has one thread, because the system kills the processes with the thread that
-started them.
+The agent starts and kills processes on the supervisor's request, and reports their
+ends. The processes end when the agent ends, or when the supervisor is unreachable for
+too long. The agent has one thread, because the system kills the processes when the
+thread that started them ends.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class AgentOptions:
         supervisor: Host and port of the supervisor.
         key: Key file of the run.
         processes: Largest number of processes of this agent at a time.
-        name: Unique name among the run's agents; None uses that of the machine.
-        host: Address at which other members reach those of this machine; None uses the
-            address from which this machine reaches the supervisor.
+        name: Unique name among the run's agents; None uses the machine's name.
+        host: Address at which other members reach the members of this machine; None
+            uses the local address of the connection to the supervisor.
         logs: Folder of logs.
-        patience: Seconds after which an unreachable supervisor is given up.
+        patience: Seconds to wait for an unreachable supervisor before giving up.
     """
 
     supervisor: str
@@ -85,7 +85,7 @@ class AgentOptions:
 
 
 def _check(name: str, host: str | None) -> str | None:
-    """Refuses an invalid name or address; returns the numeric address, or None."""
+    """Checks name and address; returns the numeric address, or None."""
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
             problems.add(
@@ -105,7 +105,7 @@ def _check(name: str, host: str | None) -> str | None:
 
 
 class Agent:
-    """Runs processes until the run is over, or it is asked to end."""
+    """Agent of a run: its processes, and its connection to the supervisor."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Prepares the agent; connects to nothing yet.
@@ -142,11 +142,10 @@ class Agent:
         self._leaving = self._joined = self._waits = self._over = False
 
     def run(self) -> int:
-        """Runs processes until the run is over.
+        """Runs processes until the run is over, or until the agent is asked to end.
 
         Returns:
-            0 if the run is over, however it ended, or this agent was asked to end and
-            its members have left; 143 after a second signal.
+            143 if a second signal ended the members immediately, else 0.
 
         Raises:
             WhaleError: The supervisor refuses the agent, has another key, or is
@@ -169,19 +168,19 @@ class Agent:
             case ev.ProcessExitEvent(name=name, status=status, log=log):
                 self._on_process_end(name, status, log)
             case ev.Terminate(at_once=True):
-                text = "asked to end twice: the members of this machine are ended"
+                text = "asked to end twice: the members of this machine end immediately"
                 yield ev.End(Ending.INTERRUPTED, text)
             case ev.Terminate():
                 self._leaving, self._beat_at = True, 0.0
                 names = self._processes.names
-                what = f"asked to end: {len(names)} of its processes leave after a step"
+                what = f"asked to end: {len(names)} processes leave after their step"
                 yield ev.SayEffect(f"{what}; ask once more to end them at once")
                 yield from map(ev.TerminateEffect, names)
             case ev.Tick():
                 if self._channel is None and now >= self._again_at:
                     self._connect(now)
                 if self._leaving and not self._processes.names and not self._unnoted:
-                    # The previous heartbeat told the supervisor.
+                    # The last heartbeat has reported the request to the supervisor.
                     self._say(wire.AgentBeat(leaving=True))
                     yield ev.End(Ending.COMPLETE, "")
                 elif self._channel is not None and now >= self._beat_at:
@@ -189,8 +188,7 @@ class Agent:
                     self._say(wire.AgentBeat(leaving=self._leaving))
 
     def _connect(self, now: float) -> None:
-        """Tries once to connect to the supervisor, which may be unreachable for a
-        while.
+        """Tries once to connect to the supervisor.
 
         Raises:
             WhaleError: It refuses this agent, or was unreachable for too long.
@@ -222,7 +220,7 @@ class Agent:
                     "this machine, or give more --patience"
                 ) from None
             if self._processes.names and away <= 2 * patience:
-                return  # Its members give up too, and save before they end.
+                return  # The members give up too, but save before they end.
             if away > patience:
                 what = "is gone, and" if self._joined else "does not answer; it"
                 raise WhaleError(
@@ -268,7 +266,7 @@ class Agent:
         try:
             self._channel.send(message, seconds=_SEND_SECONDS)
         except WireError:
-            self._channel.shut_down()  # dropped when all its messages are handled
+            self._channel.shut_down()  # Its remaining messages are still handled.
 
     # Messages of the supervisor.
 
@@ -327,7 +325,7 @@ class Agent:
             )
 
     def start(self, slot: int) -> None:
-        """Starts a process by a request of the supervisor, which releases it."""
+        """Starts a requested process, which waits until the supervisor releases it."""
         name, device = self._requests[slot].name, self._requests[slot].device
         try:
             own = self._own_gpus(name) if not device else {VISIBLE: self._gpu(device)}
@@ -341,9 +339,7 @@ class Agent:
         self._say(wire.Launched(name=name, pid=pid, began=began))
 
     def _gpu(self, device: str) -> str:
-        """Returns the name of a GPU from the supervisor's index among those visible to
-        this agent.
-        """
+        """Returns the GPU with an index among the GPUs visible to this agent."""
         if not device.isdigit() or not self._gpus:
             return device
         if int(device) >= len(self._gpus):
@@ -354,7 +350,7 @@ class Agent:
         return self._gpus[int(device)]
 
     def _own_gpus(self, name: str) -> dict[str, str]:
-        """Returns GPUs that no other process of this agent has."""
+        """Returns the environment that gives a process GPUs of its own."""
         if not self._gpus:
             return {}
         count = self._options.processes

@@ -1,7 +1,7 @@
-"""The agents of a run from its supervisor's view, with their processes.
+"""The supervisor's records of a run's agents and of their processes.
 
-This module uses no sockets: it gets messages with their times, and sends messages
-through a function, so that tests can use a clock of their own.
+This module opens no socket and reads no clock. It receives messages with their times,
+and sends messages through a function.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from whalejax.wire.messages import Message
 
 
 RETURN_SECONDS: Final = 2.0
-"""Seconds in which an agent must return when neither it nor one of its members is
-connected; after that it is lost."""
+"""Seconds after which an agent is lost if neither it nor its members are connected."""
 
 _SOON_SECONDS: Final = 0.2
 
 Link = TypeVar("Link")
-"""A connection, opaque here."""
+"""Type of a connection, which this module only passes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +36,10 @@ class AgentRecord(Generic[Link]):
         host: Address at which its members are reached.
         machine: Name of its machine, from ``processes.machine``.
         room: Largest number of processes of the agent.
-        token: Random token of its process, which identifies it after a restart.
+        token: Random token that identifies the agent's process when it reconnects.
         link: Connection of the agent; None if it ended.
         leaving: Whether it was asked to end and accepts no more processes.
-        asked: Requested processes that have not started: names and slots.
+        asked: Slots of requested processes that have not started, by name.
         there: Names of its processes.
     """
 
@@ -82,7 +81,7 @@ class AgentFleet(Generic[Link]):
             run: Run that the agents serve.
             take: Function that receives the agents' events with their times.
             send: Function that sends a message over a connection.
-            close: Function that ends a connection; the other side reconnects.
+            close: Function that ends a connection, to which the agent reconnects.
         """
         self._run, self._take = run, take
         self.program: Mapping[str, Any] = {}
@@ -109,7 +108,7 @@ class AgentFleet(Generic[Link]):
                     f"an agent named {name} runs already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
-        # While the run ends, agents that it knows may still reconnect.
+        # While the run ends, only known agents may reconnect.
         if known is None and self._run.phase == "ending":
             return "the run is over"
         return ""
@@ -166,7 +165,7 @@ class AgentFleet(Generic[Link]):
             self._close(old)
 
     def on_message(self, now: float, link: Link, message: Message) -> None:
-        """Handles any other message of an agent."""
+        """Handles any message of an agent other than ``Enlist``."""
         record = self._linked.get(link)
         if record is None:
             return
@@ -221,7 +220,7 @@ class AgentFleet(Generic[Link]):
         self._take(now, ev.AgentLost(record.name, why))
         link = self._unlink(record)
         if link is not None:
-            self._close(link)  # On reconnection it learns which of its processes end.
+            self._close(link)  # When it reconnects, it learns which processes to end.
 
     def _unlink(self, record: AgentRecord[Link]) -> Link | None:
         link, record.link = record.link, None
@@ -235,12 +234,12 @@ class AgentFleet(Generic[Link]):
         self._away.forget(name)
 
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
-        """Releases the agent's requested processes, for other agents to start."""
+        """Gives the agent's requested processes back, for other agents to start."""
         for slot in record.asked.values():
             self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
-        """Gives the agents of this run's earlier supervisor time to reconnect."""
+        """Starts the wait for agents of this run's earlier supervisor to reconnect."""
         back_at = now + self._run.settings.rejoin_seconds
         for member in self._run.members.values():
             if member.is_there and member.agent:
@@ -253,13 +252,15 @@ class AgentFleet(Generic[Link]):
     # Messages to agents.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Starts a process on the agent of its slot's device, or, if that is unknown,
-        on that with the fewest processes; returns whether one could take it.
+        """Requests a process from an agent; returns whether one could take it.
+
+        It asks the agent of the slot's device. A slot without a known device goes to
+        the agent with the fewest processes.
         """
         members = self._run.members
         host, device = self._device(slot)
         if host and self._is_filled(slot):
-            # The slot's earlier process has the device until it ends.
+            # The slot's earlier process keeps the device until it ends.
             self._take(now, ev.Deferred(slot, until=now + _SOON_SECONDS))
             return False
         there = self._agents.values()
@@ -270,14 +271,14 @@ class AgentFleet(Generic[Link]):
             until = now + _SOON_SECONDS if ending else None
             self._take(now, ev.Deferred(slot, until=until))
             return False
-        # Spreads members; among agents with equally many, prefers the most room.
+        # Fewest processes first; among equals, the agent with the most room.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
         self._tell(record, wire.Start(name=name, device=device))
         return True
 
     def _device(self, slot: int) -> tuple[str, str]:
-        """Returns the host of a slot's device and its name there; empty if unknown."""
+        """Returns agent and name of a slot's device; empty texts if unknown."""
         devices = self._run.devices or ()
         name = devices[slot] if slot < len(devices) else ""
         host, _, device = name.partition("/")
@@ -297,9 +298,7 @@ class AgentFleet(Generic[Link]):
         self._tell_holder(name, wire.Kill(name=name))
 
     def finish(self, why: str) -> None:
-        """Tells all agents that the run is over; disconnected ones learn it when they
-        return.
-        """
+        """Tells all agents that the run is over, disconnected ones on their return."""
         self._ended_for = why
         for record in self._agents.values():
             self._tell(record, wire.Finish(why=why))
@@ -311,7 +310,7 @@ class AgentFleet(Generic[Link]):
 
     @property
     def names(self) -> list[str]:
-        """Names of processes whose end was not reported."""
+        """Names of the agents' processes whose end was not reported."""
         return [name for r in self._agents.values() for name in sorted(r.there)]
 
     def _tell_holder(self, name: str, message: wire.ToAgent) -> None:
@@ -342,8 +341,7 @@ class AgentFleet(Generic[Link]):
 def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
-    """Returns the program that agents start; if its first word is ``python``, each
-    agent uses its own Python instead.
+    """Returns the program for agents, which use their own Python if it is ``python``.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
     ['', 'a.py']

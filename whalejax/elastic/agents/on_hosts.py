@@ -34,11 +34,11 @@ _LEFT_SECONDS: Final = 5.0
 _END_SECONDS: Final = 30.0
 _MOST_OUTPUT: Final = 10_000
 _MOST_REFUSALS: Final = 3
-"""Number of successive refusals of a command after which it is not started again."""
+"""Number of successive refusals after which a command is not started again."""
 
 
 def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
-    """Returns the arguments of Python that start an agent of a run with these logs."""
+    """Returns the arguments with which Python starts an agent of a run."""
     return [
         *("-m", "whalejax", "agent", supervisor, "--name", name),
         *("--key", str((logs / FOLDER / KEY).absolute()), "--logs", str(logs)),
@@ -49,12 +49,12 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
 class HostAgents:
     """One agent on each host while a block runs; one that fails is restarted.
 
-    A file of the run's folder lists the commands that run. If this process is killed,
-    the next one takes them over, or ends them if they are for another supervisor
-    address.
+    A file in the run's folder lists the running commands. If this process is killed,
+    its successor takes over the commands with the same supervisor address, and ends the
+    others.
 
     Attributes:
-        refused: Reasons why a host's command is not started again, by host.
+        refused: Reason why a command is not started again, by host.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class HostAgents:
         """Stores the hosts; starts no agent yet.
 
         Args:
-            shells: Remote shells by host. The host's name and a command are appended to
-                each. Agents have the names of their hosts.
+            shells: Remote shell by host, to which the host's name and a command are
+                appended. Agents have the names of their hosts.
             supervisor: Host and port where the supervisor listens.
             logs: Folder of ``--logs``, with the same path on all hosts.
             processes: Largest number of processes on each host.
             hosts: Hosts that get an agent when the block begins; default: all.
-            is_queued: Whether the command waits in a queue for any host. Then an agent
-                that was asked to leave is started again, possibly on another host.
-            refusal: Function that finds the reason of a refusal in the output of a
-                command, or returns an empty text; default: nothing is a refusal.
-            environments: Environment variables of commands, by host.
-            releases: Commands that free what a killed command leaves, by host.
+            is_queued: Whether the command waits in a queue for any host. If so, an
+                agent that was asked to leave is started again, possibly elsewhere.
+            refusal: Function that finds the reason for a refusal in the output of a
+                command, or returns an empty text. Default: no output is a refusal.
+            environments: Environment variables of the command, by host.
+            releases: Command that frees what a killed command leaves, by host.
         """
         self.refused: dict[str, str] = {}
         self._refusal = refusal
@@ -145,7 +145,7 @@ class HostAgents:
         """Writes the commands that run to a file, for a process that takes over."""
         told = {"supervisor": self._supervisor, "agents": self._commands.identities()}
         path = self._logs / FOLDER / AGENTS
-        with contextlib.suppress(OSError):  # Then nothing can be taken over.
+        with contextlib.suppress(OSError):  # Without the file nothing is taken over.
             part = path.with_name(f"{AGENTS}.part")
             part.write_text(json.dumps(told))
             part.replace(path)
@@ -177,7 +177,7 @@ class HostAgents:
         self._record()
 
     def words(self, host: str) -> list[str]:
-        """Returns the command that starts the agent of a host, from here.
+        """Returns the local command that starts the agent of a host.
 
         >>> agents = HostAgents({"b": ["ssh"]}, "a:1", Path("logs"), processes=2)
         >>> agents.words("b")[:2]
@@ -254,7 +254,7 @@ class HostAgents:
         """Starts the command of a host's agent.
 
         Raises:
-            OSError: It cannot be started now.
+            OSError: The command cannot be started now.
         """
         host = [*self._shells][slot]
         with self._log(host).open("ab") as log:

@@ -1,6 +1,6 @@
-"""Commands that run another command on a node that Slurm or Ray allocates.
+"""Remote shells that run a command on a node that Slurm or Ray allocates.
 
-As with ssh, a host's name and a command for ``sh`` are appended to them.
+As with ssh, a host's name and a command for ``sh`` are appended to each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def slurm_options(text: str) -> list[str]:
 
     Raises:
         WhaleError: There is no ``srun`` here, a quotation is not closed, or the options
-            name the allocations.
+            have ``--job-name``.
     """
     try:
         options = shlex.split(text)
@@ -27,8 +27,8 @@ def slurm_options(text: str) -> list[str]:
         raise WhaleError(f"--slurm is {text!r} ({error})") from None
     if any(word.startswith(("--job-name", "-J")) for word in options):
         raise WhaleError(
-            f"--slurm {text} names the allocations, and each has a name of its own, by "
-            "which it is ended. Leave --job-name out"
+            f"--slurm is {text}; each allocation gets a job name of its own, by which "
+            "it is ended. Leave --job-name out"
         )
     if shutil.which("srun") is None:
         raise WhaleError(
@@ -48,13 +48,12 @@ def slurm_shell(options: Sequence[str]) -> list[str]:
 
 
 def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
-    """Returns the environment of ``srun`` for an allocation of a unique name, and the
-    command that ends it.
+    """Returns the environment of ``srun`` and the command that ends its allocation.
 
-    Slurm keeps an allocation whose ``srun`` was killed.
+    The command is needed because Slurm keeps an allocation whose ``srun`` was killed.
 
     Args:
-        name: Name of the allocation.
+        name: Unique name of the allocation.
     """
     return {"SLURM_JOB_NAME": name}, ["scancel", "--quiet", f"--name={name}"]
 
@@ -62,7 +61,7 @@ def slurm_allocation(name: str) -> tuple[dict[str, str], list[str]]:
 def leave_allocation() -> None:
     """Removes Slurm's variables from this process's environment.
 
-    With them, ``srun`` would start steps of the present allocation, not allocations.
+    With these variables, ``srun`` would use the current allocation, not make another.
     """
     for variable in [n for n in os.environ if n.startswith(("SLURM_", "SRUN_"))]:
         if variable != "SLURM_CONF":

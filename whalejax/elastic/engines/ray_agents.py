@@ -1,8 +1,8 @@
 """Agents as actors of a Ray cluster: one on each node, including later nodes.
 
 Ray is an extra, ``whalejax[ray]``. It unpickles all data of its cluster, so anyone who
-reaches the cluster can run any code on its nodes. Here only commands go over Ray;
-members exchange messages over the run's own connections.
+reaches the cluster can run any code on its nodes. Only commands go over Ray. Members
+exchange messages over the run's own connections.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
     """Runs an agent in an actor until it ends.
 
     Args:
-        words: Arguments of the agent's command, after the Python of its node.
+        words: Arguments with which the node's Python starts the agent.
         folder: Working directory of the agent.
         log: Path of its log.
 
@@ -55,7 +55,7 @@ def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """Returns the agent's name on a node from ``ray.nodes()``.
+    """Returns the name of the agent on a node of ``ray.nodes()``.
 
     >>> name_of({"NodeID": "0123456789abcdef"})
     'ray-0123456789ab'
@@ -64,7 +64,7 @@ def name_of(node: Mapping[str, Any]) -> str:
 
 
 def connected_ray(address: str) -> Any:
-    """Connects to a Ray cluster; returns the module.
+    """Connects to a Ray cluster, and returns the module ``ray``.
 
     Args:
         address: Address of the cluster, or ``"auto"``.
@@ -105,7 +105,7 @@ class RayAgents:
             address: Address of the cluster, or ``"auto"``.
             supervisor: Host and port of the supervisor.
             logs: Folder of ``--logs``, with the same path on all nodes.
-            processes: Number of processes of the run, divided among the present nodes.
+            processes: Number of processes of the run, divided among the current nodes.
 
         Raises:
             WhaleError: Ray is not installed, or there is no cluster.
@@ -141,7 +141,7 @@ class RayAgents:
         ends = [end for _, end in self._running.values()]
         with handled_signals(lambda *_: None, signal.SIGINT):
             if exc is None and ends:
-                with contextlib.suppress(Exception):  # Their nodes may be gone.
+                with contextlib.suppress(Exception):  # The node may be gone.
                     self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
             self._ray.shutdown()
 
@@ -170,7 +170,7 @@ class RayAgents:
         )
 
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        # Ray hides GPUs that an actor has not requested.
+        # Ray hides GPUs that an actor does not request.
         gpus = node["Resources"].get("GPU", 0)
         actor = (
             self._ray.remote(_Holder)
@@ -183,7 +183,7 @@ class RayAgents:
 
 
 class _Holder:
-    """Actor of a node."""
+    """Actor that runs the agent of a node."""
 
     def hold(self, words: Sequence[str], folder: str, log: str) -> int:
         return hold_agent(words, folder, log)

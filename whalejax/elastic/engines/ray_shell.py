@@ -26,14 +26,14 @@ _END_SECONDS: Final = 30.0
 
 
 class CommandActor:
-    """Actor that runs one command; another thread of it ends the command."""
+    """Actor that runs one command, and can end it from another of its threads."""
 
     def __init__(self) -> None:
         """Starts without a command."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: str) -> tuple[int, str]:
-        """Runs a command of ``sh``; returns its status and the end of its output."""
+        """Runs a command in ``sh``; returns its status and the end of its output."""
         self._process = start_child(
             ["sh", "-c", command], output=subprocess.PIPE, ends_with_this=True
         )
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
                 status, output = ray.get(running)
                 print(output, end="", flush=True)
                 return int(status)
-        if ray.wait([ready], timeout=0)[0]:  # Otherwise it still waits for a node.
+        if ray.wait([ready], timeout=0)[0]:  # The actor has a node.
             actor.end.remote()
             ray.wait([running], timeout=_END_SECONDS)
         return 0

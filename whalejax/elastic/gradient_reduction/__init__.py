@@ -1,1 +1,1 @@
-"""Reduction of gradients over an elastic run's processes, chosen by cost."""
+"""Reduction of gradients over an elastic run's processes: backends and their choice."""

@@ -1,8 +1,8 @@
 """The devices of this process, detected without starting JAX's backend in it.
 
-Processes that use the platform's collectives must join before their backend starts, but
-whether they use them depends on their devices. So another process detects the devices,
-unless there are clearly only CPUs.
+Processes that use the platform's collectives must join before their backend starts.
+But whether they use collectives depends on their devices. So another process detects
+the devices, unless there are clearly only CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVICE_FILES: Final = (
     "/dev/accel*",
     "/dev/vfio/[0-9]*",
 )
-"""Device files of accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
+"""Device files of accelerators: NVIDIA, GPUs in WSL, AMD, TPU."""
 
 _LOOK: Final = (
     sys.executable,
@@ -48,10 +48,10 @@ def own_devices() -> Cluster:
     """Returns the devices of this process, detected without starting them.
 
     Returns:
-        Devices as a cluster of one host; ``cpu:1`` for CPUs, whatever their number.
+        Devices as a cluster of one host; ``cpu:1`` for any number of CPUs.
 
     Raises:
-        WhaleError: They cannot be detected.
+        WhaleError: The devices cannot be detected.
     """
     if _compat_processes.backends_are_there():
         return _detect_local_cluster()
@@ -99,18 +99,18 @@ def _detect_local_cluster() -> Cluster:
 
 
 def network_bytes_per_second(net: Path = _NET) -> float | None:
-    """Returns the rate of this host's fastest active network card, or None.
+    """Returns the bytes per second of this host's fastest active network card, or None.
 
     Args:
-        net: Folder of the system with its network cards.
+        net: Folder of the system that lists network cards.
     """
     rates = []
     for card in net.glob("*"):
-        if not (card / "device").exists():  # Virtual, such as a bridge or loopback.
+        if not (card / "device").exists():  # a virtual card, such as loopback
             continue
         try:
             megabits = int((card / "speed").read_text())
-        except (OSError, ValueError):  # inactive
+        except (OSError, ValueError):  # The card is inactive.
             continue
         if megabits > 0:
             rates.append(megabits * 1e6 / 8)
@@ -118,10 +118,10 @@ def network_bytes_per_second(net: Path = _NET) -> float | None:
 
 
 def has_fabric(folder: Path = _FABRIC) -> bool:
-    """Whether this host has a network such as InfiniBand in addition to its cards.
+    """Returns whether this host has an InfiniBand or a similar network.
 
     Args:
-        folder: Folder of the system with such networks.
+        folder: Folder of the system that lists InfiniBand adapters.
     """
     return any(folder.glob("*"))
 

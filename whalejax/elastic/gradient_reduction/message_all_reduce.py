@@ -1,7 +1,7 @@
 """The sum of all members' gradients, by messages, in a fixed order.
 
 Every member sums one slice of the buffers (reduce-scatter) and sends it to the others
-(all-gather). Small buffers are summed in full by each, in one round instead of two. The
+(all-gather). Each member sums small buffers in full, in one round instead of two. The
 order of the sum is that of ``assignment.total``, so the result is bitwise equal for any
 number of members.
 """
@@ -20,19 +20,17 @@ from whalejax.wire.run_messages import GradientPart, Total
 
 
 SMALL_BYTES: Final = 1 << 16
-"""Largest total size of buffers that every member sums in full: a second round would
-cost more.
-"""
+"""Largest total size of buffers that every member sums in full, to save a round."""
 
 BLOCK_ELEMENTS: Final = 1 << 24
-"""Elements of each buffer that are in flight at once."""
+"""Number of elements of each buffer that are exchanged at a time."""
 
 Buffers = Sequence[np.ndarray]
 Expected = tuple[int, np.dtype[Any]]
 """Length and dtype of an array."""
 
 Parts = Mapping[Node, Buffers]
-"""Flat buffers, one for each dtype, by the micro-batches in their sum."""
+"""Flat gradient sums, one for each dtype, by the node of the sum tree."""
 
 
 def exchanged(
@@ -45,24 +43,24 @@ def exchanged(
     count: int,
     look: Look,
 ) -> tuple[list[np.ndarray], dict[str, list[Node]]]:
-    """Returns the sum of all parts of all members.
+    """Returns the sum of all members' gradients.
 
     Args:
         peers: Connections to the other members.
         names: Names of the members, by rank.
         me: Name of this member.
         step: Number of the step.
-        parts: Parts of this member; empty if it has no micro-batch in this step.
+        parts: Gradient sums of this member; empty if it has no micro-batch in the step.
         shapes: Length and dtype of each buffer.
         count: Number of micro-batches in a step.
         look: Function called during waits for others.
 
     Returns:
-        Buffers, and the micro-batches from each member.
+        Summed buffers, and for each member the nodes of the sum tree that it sent.
 
     Raises:
         WhaleError: Micro-batches are missing or duplicate, or a member sent arrays of
-            unexpected form.
+            an unexpected length or dtype.
     """
     small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
     result = [np.empty(size, dtype) for size, dtype in shapes]
@@ -84,7 +82,7 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
     Args:
         size: Bytes of one set of buffers.
         members: Number of members, including itself.
-        parts: Number of equally large parts that it contributes.
+        parts: Number of gradient sums that it contributes.
 
     >>> sent_bytes(1 << 20, 4, 2) / (1 << 20), sent_bytes(100, 4, 2)
     (2.25, 600)
@@ -96,7 +94,7 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
 
 
 def rounds_of(size: int) -> int:
-    """Returns the number of message rounds that sum some bytes."""
+    """Returns the number of message rounds that sum buffers of ``size`` bytes."""
     return 1 if size <= SMALL_BYTES else 2
 
 
@@ -127,9 +125,7 @@ class _Block:
         *,
         whole: bool,
     ) -> dict[str, list[Node]]:
-        """Writes the sums of these spans into ``found``; returns each member's
-        micro-batches.
-        """
+        """Writes the sums of the spans into ``found``; returns each member's nodes."""
         nodes = sorted(parts)
         for other in self._others:
             several = self._spans(spans, other, whole=whole)
@@ -166,7 +162,7 @@ class _Block:
         nodes = said.nodes
         check_arrays(said, self._expected(mine) * len(nodes), other)
         for place, node in enumerate(nodes):
-            if node not in came:  # otherwise ``check_tiles`` finds it duplicate
+            if node not in came:  # ``check_tiles`` reports a duplicate node.
                 start = place * len(mine)
                 came[node] = list(said.arrays[start : start + len(mine)])
         return nodes
@@ -205,15 +201,15 @@ class _Block:
 def check_arrays(
     said: GradientPart | Total, expected: Sequence[Expected], other: str
 ) -> None:
-    """Refuses arrays of unexpected form.
+    """Refuses arrays of an unexpected length or dtype.
 
     Args:
         said: Message with the arrays.
-        expected: Length and dtype of each array, which has one dimension.
+        expected: Length and dtype of each array; all arrays have one dimension.
         other: Name of the sender.
 
     Raises:
-        WhaleError: Names the arrays and the sender.
+        WhaleError: The arrays differ from the expected ones.
     """
     there = [(x.shape, x.dtype) for x in said.arrays]
     if there != [((size,), dtype) for size, dtype in expected]:

@@ -1,7 +1,7 @@
-"""Makes all processes of a run use one gradient reduction, which its supervisor stores.
+"""Makes all processes of a run reduce gradients by the same backend.
 
-Each process asks the supervisor before it joins. The first choice of a process is
-written into the journal, and holds for all.
+Each process asks the supervisor before it joins. The supervisor writes the first
+process's choice into the journal, and it holds for all.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class Arbiter:
         self._key = key_of_run(key_file, address)
 
     def ask(self) -> ReductionDecision:
-        """Returns the decision of the run, if there is one, and the number of
-        processes.
+        """Returns the run's decision, if there is one, and its number of processes.
 
         Raises:
             WhaleError: No supervisor answers.
@@ -84,7 +83,7 @@ class Arbiter:
         return self._read_decision(first_seconds(), by="", why="")
 
     def decide(self, offer: GradientReduction) -> GradientReduction:
-        """Returns the run's decision: the earlier one, or else this offer.
+        """Returns the run's earlier decision; without one, ``offer`` becomes it.
 
         Raises:
             WhaleError: No supervisor answers.
@@ -129,17 +128,17 @@ def agreed(
 
     Args:
         arbiter: Store of the decision.
-        asked: Backend from the user; None leaves the choice to the cost.
-        replica: Function that returns the plan of one of these processes; None if it
+        asked: Backend that the user chose; None chooses the cheaper one.
+        replica: Function that returns the plan of one process alone; None if the model
             does not fit.
         mtbf: Mean seconds between failures.
-        too_late: Function that returns whether this process has started its devices, so
-            that it cannot join others by collectives. It is called before and after the
-            cost is computed, which may start them.
+        too_late: Function that returns whether this process has started its devices. A
+            process that has cannot join the others by collectives. It is called before
+            and after computing the cost, which may start the devices.
 
     Raises:
-        WhaleError: No supervisor answers, or the run's reduction is not the one that
-            this process asked for, or is one that it cannot use.
+        WhaleError: No supervisor answers, or the run uses another backend than the user
+            chose, or one that this process cannot use.
     """
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()

@@ -1,9 +1,9 @@
 """Costs of reducing gradients by messages and by the platform's collectives.
 
 With messages each process is a full replica, and the failure of one delays the others
-only briefly. With collectives all processes are one program; it restarts if one fails.
-Links and their formulas are the planner's, the cost of failures is that of
-``wh.goodput``, and the bytes of messages are those of ``message_all_reduce``.
+only briefly. With collectives all processes are one program, which restarts if one
+fails. Costs of links come from the planner, costs of failures from ``wh.goodput``, and
+the bytes of messages from ``message_all_reduce``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from whalejax.planner.plan.plan import Plan
 
 RESTART_SECONDS: Final = 32.0
 """Seconds from the loss of a process until all have restarted and run a step: the mean
-of five (``recovery.cold_seconds`` of ``scripts/elastic.json``). With long compilation
-it is more."""
+of five runs (``recovery.cold_seconds`` of ``scripts/elastic.json``)."""
 
 RECOVERY_SECONDS: Final = 0.5
-"""Seconds without a step when a replica fails or joins: mean of five in the same file.
-"""
+"""Seconds without a step when a replica fails or joins: the mean of five runs there."""
 
 WIRE_BYTES_PER_SECOND: Final = 5.5e8
-"""Rate at which one core receives and checks messages; it signs and sends faster.
+"""Rate at which one core receives and checks messages, which is slower than sending.
 Measured with 64 MiB in a message over loopback, on an AMD EPYC (family 25, model 17),
 2026-11-27."""
 
@@ -51,8 +49,8 @@ MESSAGE_SECONDS: Final = 1e-3
 """Seconds of one round of nearly empty messages, on the same machine."""
 
 AGREED_SECONDS: Final = 2.5e-3
-"""Seconds in which processes with collectives agree before each step whether to stop:
-measured with two processes on the same machine."""
+"""Seconds before each step in which processes with collectives agree whether to stop.
+Measured with two processes on the same machine."""
 
 HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
 """Default rate between a device and its host: 16 lanes of PCI Express 3."""
@@ -62,7 +60,7 @@ NETWORK_BYTES_PER_SECOND: Final = 3.125e9
 
 
 _LEAST_MTBF: Final = 1e-3
-"""Shortest mean time between failures in seconds, against underflow."""
+"""Shortest mean time between failures in seconds; a shorter one would underflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +70,10 @@ class ReductionProcesses:
     Attributes:
         count: Largest number of processes.
         hosts: Number of hosts, with equal numbers of processes.
-        each: Devices of one process; the others have the same.
+        each: Devices of one process, the same for every process.
         network_bytes_per_second: Rate of one host's network card, which messages use.
-        has_fabric: Whether the hosts have another network for the platform's
-            collectives, such as InfiniBand; otherwise these use the same card.
+        has_fabric: Whether collectives use another network, such as InfiniBand, instead
+            of the network card.
     """
 
     count: int
@@ -103,9 +101,7 @@ class ReductionProcesses:
             return self._joined_by_hosts()
 
     def _with_network_card(self, cluster: Cluster) -> Cluster:
-        """Returns the cluster with the network card in place of a network that hosts
-        lack.
-        """
+        """Returns the cluster with the network card as the link between hosts."""
         if self.has_fabric:
             return cluster
         *inner, outer = cluster.levels
@@ -115,7 +111,7 @@ class ReductionProcesses:
         return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
 
     def _joined_by_hosts(self) -> Cluster:
-        """Returns the devices as if they reach each other only through their hosts."""
+        """Returns the devices, connected only through their hosts."""
         kind = self.each.kinds[0]
         here = math.ceil(self.count / self.hosts) * self.each.num_devices
         link = kind.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND
@@ -143,8 +139,8 @@ class ReductionCosts:
     """Step time with each backend, in seconds.
 
     Attributes:
-        messages, collectives: Seconds of an undisturbed step.
-        with_failures: Both with the mean cost of failures.
+        messages, collectives: Seconds of an undisturbed step with that backend.
+        with_failures: Both step times, in this order, with the mean cost of failures.
     """
 
     messages: float
@@ -157,8 +153,8 @@ def choose(
 ) -> GradientReduction:
     """Chooses the backend of a run.
 
-    It is collectives if a replica does not fit, otherwise messages on CPUs or for one
-    process, and otherwise the cheaper backend.
+    If a replica does not fit in one process, that is collectives. On CPUs, and for one
+    process, it is messages. In all other cases it is the cheaper backend.
 
     Args:
         replica: Plan of one process alone; None if the model does not fit.
@@ -186,11 +182,11 @@ def choose(
         f"{mtbf:,.0f} s"
     )
     if processes.platform == "cpu":
-        # Independent of the cost: both backends use the hosts' sockets.
+        # Both backends use the hosts' sockets, so the cost does not decide.
         return GradientReduction(
             by=MESSAGES,
-            why="they always are on CPUs, so that the loss of one process does not "
-            f"stop the others; mesh='auto' uses collectives ({times})",
+            why="the default on CPUs, so that the loss of one process does not stop "
+            f"the others; mesh='auto' uses collectives ({times})",
         )
     cheaper = priced.with_failures[0] <= priced.with_failures[1]
     return GradientReduction(by=MESSAGES if cheaper else COLLECTIVES, why=times)
@@ -229,9 +225,10 @@ def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> Reductio
 
 
 def _copy_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """Returns the seconds by which a copy of the shards in memory delays steps: the
-    copy to the host, and the transfer to the next host if steps use the same network
-    card.
+    """Returns the seconds by which a copy of the shards in memory delays steps.
+
+    These are the copy to the host, and the transfer to the next host if steps use the
+    same network card.
     """
     state = replica.memory.params_bytes + replica.memory.optimizer_bytes
     seconds = state / processes.count / _host_link(processes)
@@ -245,15 +242,15 @@ def _seconds_with_failures(seconds: float, goodput: float) -> float:
 
 
 def gradient_bytes(replica: Plan) -> int:
-    """Returns the bytes of one sum of gradients, each as wide as its parameter."""
+    """Returns the bytes of one sum of gradients, in the dtypes of the parameters."""
     return sum(leaf.nbytes for leaf in replica.trained)
 
 
 def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """Returns the seconds of a reduction by messages: from the devices, over the wire,
-    and back.
+    """Returns the seconds of a reduction by messages.
 
-    Each micro-batch's gradients go to the host, where they are summed.
+    The gradients of each micro-batch go to the host and are summed there. The sums are
+    exchanged, and the result goes back to the devices.
     """
     count, size = processes.count, gradient_bytes(replica)
     names = [str(n) for n in range(count)]
@@ -267,7 +264,7 @@ def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
     added = (own + others / count) * size / ADDED_BYTES_PER_SECOND
     sent = sent_bytes(size, count, parts)
     together = count / processes.hosts
-    # Processes of one host share its network card, but do not use it among themselves.
+    # Processes of one host share its network card, but reach each other without it.
     crosses = sent * together * (count - together) / (count - 1)
     wire = max(
         sent / WIRE_BYTES_PER_SECOND, crosses / processes.network_bytes_per_second
@@ -276,7 +273,7 @@ def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
 
 
 def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """Returns the seconds of an all-reduce of the platform over all devices."""
+    """Returns the seconds of the platform's all-reduce over all devices."""
     cluster = processes.devices()
     parts = axis_parts(("data",), {"data": cluster.num_devices}, cluster)
     return collective_seconds("all-reduce", gradient_bytes(replica), parts)

@@ -1,4 +1,4 @@
-"""Texts of a run's events for its user."""
+"""Messages to the user about the events of a run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def reduction_text(by: str, why: str) -> str:
 
 
 def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
-    """Returns the text of an event for the user.
+    """Returns the message to the user about an event.
 
-    It is empty for events without one, and for progress if ``quiet``.
+    The message is empty if an event has none. If ``quiet``, it is also empty for events
+    of progress.
     """
     if quiet and event in _PROGRESS:
         return ""
     match event:
         case "begun":
             names, step = ", ".join(fields["members"]), fields["step"]
-            # Step -1: no member has a state; the first to have one logs ``recovered``.
+            # At step -1 no member has a state; the first that gets one reports it.
             whence = f" from step {step}" if step >= 0 else ""
             return f"generation {fields['generation']}{whence}: {names}"
         case "recovered":
@@ -89,6 +90,6 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
 
 
 def tell_user(text: str) -> None:
-    """Prints a line to standard error without waiting for its reader."""
+    """Prints a line to standard error; never blocks, even if nobody reads it."""
     if text:
         say_in_background(f"whalejax: {text}")

@@ -22,21 +22,21 @@ def memory_folder(key: Path, run: str) -> Path:
     """Returns the folder of a run's copies.
 
     Args:
-        key: Key file of the run; its path is unique to the run's folder.
+        key: Path of the run's key file, which identifies the run's folder.
         run: Name of the run, unique among all runs with this key.
     """
     return MEMORY / f"{_prefix(key)}{run}"
 
 
 def memory_folders(key: Path) -> list[Path]:
-    """Returns the folders with copies of all runs with a key."""
+    """Returns the folders of copies of all runs with a key file."""
     with contextlib.suppress(OSError):
         return sorted(p for p in MEMORY.iterdir() if p.name.startswith(_prefix(key)))
     return []
 
 
 def remove_copies(key: Path, *, but: str | None = None) -> None:
-    """Removes the copies of runs with a key, except those of the run ``but``."""
+    """Removes the copies of all runs with a key file, except those of run ``but``."""
     for folder in memory_folders(key):
         if but is None or folder != memory_folder(key, but):
             shutil.rmtree(folder, ignore_errors=True)

@@ -29,17 +29,17 @@ _LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def compilation_cache(folder: Path) -> dict[str, str]:
-    """Returns the environment of a shared compilation cache, unless one is set."""
+    """Returns variables that set a shared compilation cache; empty if one is set."""
     if _CACHE in os.environ:
         return {}
     return {_CACHE: str(folder.absolute()), _LEAST_CACHED: "0"}
 
 
 def write_pointer(path: Path, said: Mapping[str, str]) -> None:
-    """Writes data that helps to find a run; a full disk does not stop the run.
+    """Writes a file by which ``whalejax status`` finds a run, or warns on a full disk.
 
     Raises:
-        OSError: It fails for another reason than a full disk.
+        OSError: The write failed for another reason than a full disk.
     """
     draft = path.with_name(f".{path.name}")
     try:
@@ -57,12 +57,10 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
 
 
 def processes_of(key: Path) -> list[int]:
-    """Returns the processes of this machine that a supervisor with this key has
-    started.
-    """
+    """Returns the ids of this machine's processes that use the key file."""
     given, processes = f"{KEY_FILE}={key.absolute()}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
+        with contextlib.suppress(OSError):  # ended, or another user's process
             names = path.read_bytes().split(b"\0")
             if given in names and any(x.startswith(f"{RUN}=".encode()) for x in names):
                 processes.append(int(path.parent.name))

@@ -1,9 +1,9 @@
 """The process outside the workers that manages a run.
 
-``Supervisor`` is a policy of ``LocalRun``. It passes messages on to ``react``, writes
-events to the journal before their effects are carried out, and sends the effects that
-are messages. If it is killed, its members continue. A supervisor that is restarted in
-the same folder adopts them.
+``Supervisor`` is a policy of ``LocalRun``. It passes messages on to ``react``, which
+returns effects. It writes events to the journal before it carries out their effects. If
+the supervisor is killed, its members continue, and a supervisor that is restarted in
+the same folder takes them over.
 
 The module is long because one class handles every possible event: separate handlers
 would share all of its state.
@@ -68,14 +68,14 @@ ADDRESS: Final = "supervisor.json"
 
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
-"""Largest number of messages that wait for the loop; then their senders wait."""
+"""Largest number of messages in the loop's queue; further senders wait."""
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
-"""Seconds in which each agent should learn that the run is over."""
+"""Seconds for which the supervisor waits for agents to learn that the run is over."""
 
 
 class Supervisor:
-    """Starts, watches and replaces the members of a run until its end."""
+    """Supervisor of a run: starts, monitors and replaces its members."""
 
     def __init__(self, run: Supervised) -> None:
         """Prepares the run; starts no process yet."""
@@ -130,8 +130,8 @@ class Supervisor:
             or job are invalid; else 1.
 
         Raises:
-            WhaleError: Another supervisor, or processes of a lost run, use the folder;
-                it cannot be written; or the address cannot be listened on.
+            WhaleError: Another supervisor, or processes of a lost run, use the folder.
+                Or the folder cannot be written, or the address is not available.
         """
         with self._held:
             try:
@@ -189,7 +189,7 @@ class Supervisor:
         else:
             host, port = self._address
             told: dict[str, Any] = {"host": host, "port": port, "machine": machine()}
-            remove_copies(self._folder / KEY)  # of a killed run
+            remove_copies(self._folder / KEY)  # copies of a killed run
             told = {**told, "run": self._name, **self._gpus.journal_fields()}
             self._journal.write("opened", told)
             if self._run.command:
@@ -200,10 +200,10 @@ class Supervisor:
                 self._take(time.monotonic(), ev.StartsAllowedEvent())
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the run of these events continues.
+        """Returns whether the run of these events continues.
 
-        A run without any live process, as after a reboot, is over, even if its journal
-        has no end: later events in its folder belong to another run.
+        A run without a live process, as after a reboot, is over even if its journal has
+        no end. Later events in the folder then belong to another run.
         """
         if self._run.again:
             return True
@@ -220,7 +220,7 @@ class Supervisor:
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
-        if before is not None:  # Its members reconnect to that address.
+        if before is not None:  # The members reconnect to the earlier address.
             host, port = before.get("host", host), before.get("port", port)
         where = joined_address(host, port)
         try:
@@ -273,7 +273,7 @@ class Supervisor:
             case ev.StartsAllowedEvent():
                 self._open_folder()
             case ev.ProcessExitEvent():
-                self._take_events()  # its messages from before its end
+                self._take_events()  # messages that the process sent before its end
                 self._take(now, event)
             case ev.NotStarted():
                 self._take(now, event)
@@ -294,7 +294,7 @@ class Supervisor:
             return
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
-            # An event for each stranger could fill the disk.
+            # An event for each rejected connection could fill the disk.
             if (refused := self._acceptor.take_refused(now)) is not None:
                 told = {"count": refused.count, "why": refused.why}
                 self._journal.write("stranger", told)
@@ -307,11 +307,11 @@ class Supervisor:
                 self._take(now, ev.Terminate(at_once=False))
             self._fleet.tick(now)
             self._take(now, ev.Tick())
-        elif not self._state.is_settled:  # Otherwise there were only heartbeats.
+        elif not self._state.is_settled:
             self._take(now, ev.Tick())
 
     def _take(self, now: float, event: ev.Event) -> None:
-        """Passes an event to the rules; the effects follow at the end of the turn."""
+        """Applies an event, and collects its effects for the end of the turn."""
         for effect in react(self._state, now, event):
             if not isinstance(effect, ev.End):
                 self._effects.append(effect)
@@ -320,11 +320,10 @@ class Supervisor:
             self._ends_at = min(self._ends_at, now + self._run.exit_seconds)
 
     def _take_all(self) -> float:
-        """Takes all pending events before any process counts as silent; returns the
-        time.
+        """Handles all pending events, and returns the time.
 
-        A long iteration may mean that this process was paused. Other threads then need
-        a moment to read the messages that came meanwhile.
+        After a long iteration, this process may have been paused. Then it first waits
+        for the threads that read messages, so that no process counts as silent wrongly.
         """
         before, self._turn_at = self._turn_at, time.monotonic()
         if self._turn_at - before > LONGEST_TURN_SECONDS:
@@ -338,7 +337,7 @@ class Supervisor:
             beat()
 
     def _write_kept(self) -> None:
-        """Writes events that a full disk has delayed; tells the user of its state."""
+        """Writes events that a full disk has delayed; tells the user of a full disk."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
@@ -355,7 +354,7 @@ class Supervisor:
         return self._commits.flush() and written
 
     def _is_over(self) -> bool:
-        # Processes of failed agents are no longer listed.
+        # Processes of lost agents are no longer listed.
         there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
         if now > self._ends_at:
             for name in there:
@@ -389,21 +388,21 @@ class Supervisor:
         except ConnectionClosedError:
             self._tell(channel, None)
         except WireError:
-            channel.close()  # reported in the same way
+            channel.close()
 
     def _tell(
         self,
         channel: Channel,
         message: wire.OfMember | wire.OfAgent | wire.Resize | None,
     ) -> None:
-        """Queues a message, or the end of a connection, for the loop."""
+        """Queues a message for the loop; None is the end of the connection."""
         while not self._is_closed:
             try:
                 self._events.put((channel, message), timeout=1.0)
                 break
             except queue.Full:
                 continue
-        # Heartbeats are frequent, and can wait for the next tick.
+        # Heartbeats are frequent, so they wait for the loop's next turn.
         if self._waker is not None and not isinstance(
             message, wire.Beat | wire.AgentBeat
         ):
@@ -411,7 +410,7 @@ class Supervisor:
 
     def _take_events(self) -> None:
         now = time.monotonic()
-        for _ in range(self._events.qsize()):  # not events that come meanwhile
+        for _ in range(self._events.qsize()):  # leaves events that come meanwhile
             channel, message = self._events.get_nowait()
             if message is None:
                 self._fleet.on_disconnect(now, channel)
@@ -439,10 +438,7 @@ class Supervisor:
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
-        """Acknowledges the members' written reports, so that they are not repeated.
-
-        Other requests that wait for a written event are answered, too.
-        """
+        """Acknowledges written reports, and answers requests that waited for them."""
         is_written = self._journal.is_written and self._commits.is_written
         heard, self._unacknowledged = self._unacknowledged, {}
         now = time.monotonic()
@@ -451,20 +447,18 @@ class Supervisor:
             member = self._state.members.get(name)
             number = member.reported if member is not None and is_written else 0
             before, at = self._acknowledged.get(channel, (0, float("-inf")))
-            # A member without new reports gets an answer twice in a lease.
+            # A member without new reports gets two answers within a lease.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
                 self._send(channel, wire.ReportReceived(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
-            if is_written or not isinstance(
-                answer, wire.EventNoted | wire.ResizeDone
-            ):  # otherwise it is sent again
+            if is_written or not isinstance(answer, wire.EventNoted | wire.ResizeDone):
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: wire.Register) -> None:
         name, slot = self._assign_name(message)
-        # Only the folder of an accepted member is locked.
+        # Lock a folder of checkpoints only for a member that may join.
         why = self._other_run(message.run)
         why = why or refusal(self._state, name, message)
         why = why or self._lock_save(message.save)
@@ -502,13 +496,13 @@ class Supervisor:
         return None
 
     def _assign_name(self, message: wire.Register) -> tuple[str, int | None]:
-        """Returns a member's name, and its slot; None if it was not started here."""
+        """Returns a member's name and its slot, which is None for a foreign process."""
         members = self._state.members
         if message.name:
             known = members.get(message.name)
             return message.name, None if known is None else known.slot
         for member in members.values():
-            # Its connection may have ended before it got its name.
+            # The member may have lost its connection before it got its name.
             if member.token and member.token == message.token and member.is_there:
                 return member.name, member.slot
         started = self._starting_member(message.machine, message.pid)
@@ -563,7 +557,7 @@ class Supervisor:
     def _say_adding_up(
         self, now: float, channel: Channel, message: wire.ReductionOffer
     ) -> None:
-        """Answers a process that asks for the gradient reduction before it joins."""
+        """Answers a process that asks for the run's gradient reduction."""
         if other := self._other_run(message.run):
             self._send(channel, wire.RegistrationRefused(why=other))
             return
@@ -593,7 +587,7 @@ class Supervisor:
     def _heard_agent(self, now: float, channel: Channel, message: wire.OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
         if isinstance(message, wire.Exited):
-            if self._state.devices is not None:  # schedulers wait for this
+            if self._state.devices is not None:  # A scheduler waits for the devices.
                 self._record("process_ended", name=message.name)
             self._answers.append((channel, wire.EventNoted(name=message.name)))
 
@@ -601,7 +595,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _write_turn(self, effects: Sequence[ev.Effect]) -> Iterator[None]:
-        """Writes the events of a turn before its effects; then acknowledges them."""
+        """Writes a turn's events before the block carries out their effects."""
         for effect in effects:
             self._write(effect)
         self._is_written()
@@ -648,12 +642,12 @@ class Supervisor:
             self._count += self._fleet.start(now, slot, name)
             return
         if (self._gpus.gpus or self._state.devices) and self._is_taken(now, slot):
-            # Another process has its GPUs until that process has ended.
+            # An earlier process has the slot's GPUs until it has ended.
             self._take(now, ev.Deferred(slot, until=now + TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot, self._state.devices)
-        except WhaleError as error:  # The run began with fewer GPUs; no retry.
+        except WhaleError as error:  # too few GPUs here; a retry cannot help
             self._record("not_started", slot=slot, why=str(error))
             self._take(now, ev.Deferred(slot))
             return

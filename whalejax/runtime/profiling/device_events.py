@@ -1,8 +1,9 @@
 """Reads a trace of ``jax.profiler`` into the events of each device in each step.
 
-JAX's reader of traces (``jax.profiler.ProfileData``) returns lines of events. Events
-with an instruction of a compiled program (``hlo_op``) are work of a device. On CPU the
-event names the device, elsewhere the plane does. All other events are the host's.
+JAX's reader of traces (``jax.profiler.ProfileData``) returns planes of events. An event
+with an instruction of a compiled program (``hlo_op``) is work of a device. On CPU the
+event names the device, on other platforms the plane does. All other events are the
+host's.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ STEP_NAME: Final = "whalejax_step"
 _DEVICE_PLANE: Final = re.compile(r"/device:\w+:(\d+)")
 _OPS_LINES: Final = ("XLA Ops", "Async XLA Ops", "Stream")
 _LOOPS: Final = ("while", "conditional", "call")
-"""Instructions whose spans contain those of others."""
+"""Instructions that contain other instructions, such as loops."""
 
 Spans = np.ndarray[Any, Any]
-"""Rows of start and end in nanoseconds, sorted and disjoint."""
+"""Sorted, disjoint spans: one row of start and end in nanoseconds for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def read_trace(folder: Path) -> TraceData:
 
 
 def _device_event(event: Any, plane: re.Match[str] | None) -> DeviceEvent | None:
-    """Returns an event of a device; None for other events and for containers."""
+    """Returns the event of a device; None for events of the host and for containers."""
     stats = dict(event.stats)
     name = stats.get("hlo_op")
     if name is None or event.duration_ns <= 0:

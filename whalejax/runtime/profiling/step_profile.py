@@ -1,9 +1,9 @@
 """Measured and predicted times: ``step.profile(state, batch)``, ``whalejax profile``.
 
-Some steps are traced. Each device's step time is divided completely into compute,
-exposed collectives by kind and mesh axes, and gaps. Gaps are the waits for the host
-before the first instruction, between instructions, and after the last one. Means over
-devices and steps are compared with the plan's terms.
+Some steps are traced. The step time of each device is the sum of compute, exposed
+collectives by kind and mesh axes, and gaps. Gaps are waits for the host before the
+first instruction, between instructions, and after the last one. Means over devices and
+steps are compared with the plan's terms.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WARM_UP_STEPS: Final = 2
 """Number of steps before the trace; the first one compiles."""
 
 LEAST_SHARE: Final = 0.01
-"""Fraction of a step's traffic above which an unplanned collective is listed."""
+"""Minimum fraction of a step's traffic of an unplanned collective that is listed."""
 
 _COMPUTING: Final = ("compute", "launch", "update", "allocation", "offload")
 """Terms of a plan that count as compute."""
@@ -80,13 +80,13 @@ class ProfileTerm:
 
     @property
     def difference(self) -> float:
-        """The measured minus the predicted seconds."""
+        """Measured minus predicted seconds."""
         return self.measured_seconds - (self.predicted_seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepProfile:
-    """Measured times of some steps, versus the plan's predictions.
+    """Measured times of some steps, with the plan's predictions.
 
     Attributes:
         step_seconds: Mean time of a step.
@@ -109,7 +109,7 @@ class StepProfile:
 
     @property
     def unexplained(self) -> float:
-        """The fraction of the step time that no term explains."""
+        """Fraction of the step time that no term explains."""
         explained = sum(term.measured_seconds for term in self.terms)
         return abs(self.step_seconds - explained) / self.step_seconds
 
@@ -236,8 +236,9 @@ def profiled(
 
     Args:
         plan: Plan of the steps.
-        program: Function that returns the compiled program's text; "" if several.
-        run: Function that runs a step to completion: from a state to the next one.
+        program: Function that returns the compiled program's text, or an empty text for
+            several programs.
+        run: Function from a state to the next one, which runs a step to completion.
         state: State to train; its buffers are donated.
         steps: Number of steps to trace.
 
@@ -311,14 +312,14 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
 
 
 def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]:
-    """Returns the plan's terms by the names of measured ones.
+    """Returns the seconds of a plan's terms, by the names that measured terms have.
 
-    Collectives count their full seconds on the links, including hidden parts.
+    A collective's seconds include the part that compute hides.
 
     Args:
         plan: Plan of the steps.
-        by_axes: Whether traces show the axes of a collective. With several programs
-            they show only its kind, and no transfers between stages.
+        by_axes: Whether traces show the mesh axes of a collective. With several
+            programs they show only its kind, and no transfers between stages.
     """
     computing = (getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)
     terms: dict[str, float] = {COMPUTE: sum(computing)}
@@ -337,7 +338,7 @@ def _split_step_time(
     names: Mapping[str, Instruction],
     mesh: Mapping[str, int],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the parts of a step on a device, and the collectives' hidden seconds."""
+    """Returns the seconds of a step's parts, and of its hidden collectives, by name."""
     computing: list[tuple[float, float]] = []
     sending: dict[str, list[tuple[float, float]]] = {}
     for event in events:

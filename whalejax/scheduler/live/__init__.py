@@ -1,1 +1,1 @@
-"""Live jobs: the scheduler's process, its socket, and the runs that it resizes."""
+"""The scheduler of live jobs: its process, its socket, and the runs that it resizes."""

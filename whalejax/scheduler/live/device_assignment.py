@@ -1,8 +1,8 @@
 """Moves devices between jobs, as the schedule decides.
 
 A device goes to another job only after the process that used it has ended. A job that
-is to grow waits until enough devices are free. All state between two turns is in the
-journals, so it does not matter when a scheduler is killed.
+should grow waits until enough devices are free. All state between two turns is in the
+journals, so the scheduler may be killed at any time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MOST_LAUNCHES: Final = 6
 MOST_FAILURES: Final = 3
 """Number of failures in a row after which a device counts as failed.
 
-A failure is a process that is lost before it is ready for steps.
+A failure is the loss of a process before it is ready for steps.
 """
 
 _MOST_FAILED_STARTS: Final = 2
-"""Number of failed starts of supervisors after which a job fails.
+"""Number of failed starts of a supervisor after which its job fails.
 
-The first may have found its port taken, or the disk full.
+A single start may fail because its port is in use or the disk is full.
 """
 
 _STARTING_SECONDS: Final = 10.0
@@ -50,10 +50,10 @@ _ENDS: Final[Mapping[Ending, str]] = {
     Ending.FAILED: FAILED,
     Ending.REFUSED: REFUSED,
 }
-"""Ends of a run that also end its job.
+"""Outcomes of a run that also end its job.
 
-After other ends the run starts again: it was asked to end, or it lost its hosts while
-no scheduler could give it others.
+After other outcomes the run starts again. Then it was asked to end, or it lost its
+hosts while no scheduler could replace them.
 """
 
 
@@ -61,10 +61,10 @@ class Placing:
     """Starts, resizes and ends runs, and records the jobs that have ended.
 
     Attributes:
-        failed: Devices that are not used any more, with the reasons: their processes
-            fail again and again, while others of the same job do not.
-        refused: Hosts that the engine refuses to give, with its reasons; they are not
-            asked for any more.
+        failed: Devices that are no longer used, with the reasons. Their processes fail
+            repeatedly, while others of the same job do not.
+        refused: Hosts that the engine refuses to allocate, with its reasons. They are
+            no longer requested.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Placing:
         """Stores its arguments; changes nothing yet.
 
         Args:
-            book: The jobs, with their target numbers of devices.
+            book: Jobs with their target numbers of devices.
             runs: Runs of the jobs, by name.
             devices: Devices to divide.
         """
@@ -92,24 +92,24 @@ class Placing:
         """Moves every job nearer to its target number of devices.
 
         Args:
-            may_start: Whether processes may be started: the journal is on the disk.
+            may_start: Whether processes may be started, because the journal is on disk.
         """
         self._find_refused()
-        self._away = self._away_devices()  # Once for all jobs of this turn.
+        self._away = self._away_devices()
         # Jobs that give up devices come first.
         for job in sorted(
             self._in_order(), key=lambda job: job.target >= len(job.devices)
         ):
             run = self._runs[job.name]
             if not run.is_alive:
-                run.poll()  # Reads its last events.
+                run.poll()  # reads the last events
             self._end(job, run)
             if job.how:
                 continue
             if not run.is_alive and not run.reader.held_slots:
                 self._begin(job, run, may_start=may_start)
             elif not run.is_alive:
-                if may_start:  # Members wait for a new supervisor.
+                if may_start:  # The members wait for another supervisor.
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
             elif run.has_opened and run.reader.ending is None:
                 if run.lacks_front and may_start:
@@ -128,7 +128,7 @@ class Placing:
         )
 
     def free(self) -> list[str]:
-        """Returns the usable devices that no job has."""
+        """Returns the usable devices that no job holds."""
         taken = {name for job in self._book.jobs.values() for name in job.devices}
         return [name for name in self.usable() if name not in taken]
 
@@ -138,9 +138,9 @@ class Placing:
         return [name for name in self._devices.names if name not in lost]
 
     def lost_devices(self) -> dict[str, str]:
-        """Returns the devices that failed or whose host has no agent, with reasons."""
+        """Returns reasons for the devices that failed or whose host has no agent."""
         lost, devices = dict(self.failed), self._devices
-        if devices.engine is not None:  # It gives whole hosts.
+        if devices.engine is not None:  # An engine allocates whole hosts.
             for failed, why in self.failed.items():
                 for name in devices.of_host(*devices.hosts_of([failed])):
                     lost.setdefault(name, why)
@@ -161,7 +161,7 @@ class Placing:
     def _away_hosts(self, job: LiveJob, now: float) -> list[str]:
         """Returns the hosts of a job that have had no agent for a while.
 
-        A job in the queue of an engine keeps waiting until it has enough hosts to run.
+        It returns none while a job waits in an engine's queue for its minimum of hosts.
         """
         run, devices = self._runs[job.name], self._devices
         if not run.is_alive:
@@ -176,13 +176,13 @@ class Placing:
         there = sum(len(devices.of_host(host)) for host in hosts)
         return there >= job.request.devices[0]
 
-    # What an engine does not give.
+    # Hosts that an engine does not allocate.
 
     def _find_refused(self) -> None:
         """Excludes the hosts that an engine refuses.
 
-        All hosts of the same request are excluded too, unless the engine has given one
-        of them.
+        All hosts of the same request are excluded too, unless the engine has allocated
+        one of them.
         """
         if self._devices.engine is None:
             return
@@ -207,9 +207,9 @@ class Placing:
         )
 
     def _give_back(self, job: LiveJob) -> None:
-        """Lets a job give its nodes back if an earlier one waits for nodes, too.
+        """Lets a job give its nodes back if an earlier job waits for nodes too.
 
-        If neither has enough to run, each could wait for the other's nodes for ever.
+        If neither has enough nodes to run, they could wait for each other forever.
         """
         has_some = self._runs[job.name].reader.agents
         if job.behind or not (has_some and self._waits_long(job)):
@@ -222,7 +222,7 @@ class Placing:
                 return
 
     def _waits_long(self, job: LiveJob) -> bool:
-        """Whether a job has waited for its least number of hosts for a while."""
+        """Whether a job has waited for its minimum number of hosts for a while."""
         run = self._runs[job.name]
         if self._devices.engine is None or not (job.target and run.is_alive):
             return False
@@ -230,14 +230,14 @@ class Placing:
         return bool(is_away) and not self._has_fewest(job)
 
     def _is_behind(self, job: LiveJob) -> bool:
-        """Whether the earlier job still needs the nodes that a job gave back for it."""
+        """Whether an earlier job still needs the nodes that this job gave back."""
         earlier = self._book.jobs.get(job.behind)
         if earlier is None or not (earlier.wants_devices and earlier.target):
             return False
         return not (self._runs[earlier.name].is_alive and self._has_fewest(earlier))
 
     def _want_hosts(self, job: LiveJob) -> None:
-        """Keeps agents on a job's hosts, and on those that it waits for."""
+        """Keeps agents on a job's hosts, and on hosts that it waits for."""
         run = self._runs[job.name]
         if self._devices.has_hosts:
             away = self._away_hosts(job, time.time())
@@ -249,9 +249,9 @@ class Placing:
         return [name for name in names if self._devices.kinds.get(name) == job.place[0]]
 
     def _find_failed(self, job: LiveJob, run: JobRun) -> None:
-        """Records devices on which processes fail while other members run well.
+        """Records devices on which processes fail while other members are ready.
 
-        If no member runs well, the job is at fault.
+        If no member gets ready, the job is at fault.
         """
         does_well = run.reader.members > 0
         for slot, count in run.reader.failures.items():
@@ -317,13 +317,13 @@ class Placing:
                 steps=step + more,
                 kind=job.place[0],
             )
-            if self._book.problem:  # Nothing starts before it is recorded on the disk.
+            if self._book.problem:  # A launch must be on the disk before its start.
                 return
             run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
 
     def _may_be_starting(self, job: LiveJob) -> bool:
-        """Whether an earlier scheduler has just started a process for a job.
+        """Whether an earlier scheduler may have just started the job's process.
 
         That process may not have locked the job's folder yet.
         """
@@ -347,7 +347,7 @@ class Placing:
                 rate=rate,
                 platform=self._devices.platform(job.devices[0]) if job.devices else "",
             )
-        except OSError as error:  # The system cannot start it, or its folder is gone.
+        except OSError as error:
             run.refusal = f"its supervisor cannot be started ({error})"
 
     def _resize(self, job: LiveJob, run: JobRun) -> None:
@@ -355,7 +355,7 @@ class Placing:
         if not size or run.is_asking or run.reader.drains:
             return
         if self._devices.engine is not None and not run.reader.held_slots:
-            lost = self.lost_devices()  # Devices that the engine gave come first.
+            lost = self.lost_devices()  # Lost devices go to the end.
             order = sorted(job.devices, key=lambda name: name in lost)
             self._set_devices(job, order)
         # A change of the batch or the kind restarts the run from a checkpoint.
@@ -373,7 +373,7 @@ class Placing:
     def _without_failed(self, job: LiveJob) -> int:
         """Returns the number of members before the first one on a lost device.
 
-        0 if they are too few, or on another kind of devices than the target.
+        It is 0 if these are too few, or on another kind of device than the target.
         """
         if any(self._devices.kinds.get(name) != job.place[0] for name in job.devices):
             return 0
@@ -385,7 +385,7 @@ class Placing:
         return min(job.target, first if first >= job.request.devices[0] else 0)
 
     def _waits_in_queue(self, job: LiveJob, names: Sequence[str]) -> bool:
-        """Whether devices of a job are on nodes that an engine has yet to give."""
+        """Whether a job has devices on nodes that an engine has yet to allocate."""
         if self._devices.engine is None:
             return False
         away = self._away_hosts(job, time.time())
@@ -394,14 +394,14 @@ class Placing:
     def _size_with_queued(self, job: LiveJob, lost: Mapping[str, str]) -> int:
         """Returns the size of a run whose first nodes may still be queued.
 
-        Their slots are filled when the engine gives them, and other members stay.
+        Their slots are filled when the engine allocates the nodes.
         """
         members = [n for n, name in enumerate(job.devices, 1) if name not in lost]
         wanted = min(job.target, len(members))
         return members[wanted - 1] if wanted else 0
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
-        """Takes back devices that no process of a job uses or is to use."""
+        """Takes back devices that no process of a job uses or will use."""
         if run.is_asking or (run.is_alive and not run.has_opened):
             return
         slots, target = run.reader.held_slots, self._without_failed(job)

@@ -1,6 +1,6 @@
 """The jobs of a scheduler, as its journal records them.
 
-A scheduler applies each event as it writes it. After a restart it replays the journal
+A scheduler applies each event when it writes it. After a restart it replays the journal
 by the same function.
 """
 
@@ -36,24 +36,24 @@ class LiveJob:
         added_at: Unix time of its arrival.
         batch: Samples of its own global batch; 0 before it is planned.
         options: Predicted options with its own batch, by place.
-        larger: Predicted options with larger allowed batches, by samples.
+        larger: Predicted options with larger allowed batches, by samples of the batch.
         wanted: Target batch, and its progress per sample relative to the job's own
             batch; (0, 1) for its own batch.
         segments: First step, batch and progress per sample of each launch.
-        run_steps: Number of the step after which the present run ends.
+        run_steps: Step after which the current run ends.
         launched_at: Unix time, batch and device kind of each launch.
         place: Target device kind and number of devices.
         placed: Unix times of decisions about it, with the numbers of devices of the
             target's kind before and after.
-        devices: Names of the devices that it has, by slot.
+        devices: Names of the devices that it holds, by slot.
         paused, cancelled: Whether the user paused or cancelled it.
         launches: Number of starts of its run since its last new step.
-        behind: Name of an earlier job that needs the nodes that this one gave back
-            before it starts again; empty if there is none.
-        how: Kind of its end; empty before.
-        why: Reason of its end, or of a pause that the scheduler made.
+        behind: Name of an earlier job that needs the nodes which this job gave back;
+            empty if there is none.
+        how: Outcome of the job; empty before its end.
+        why: Reason for its end, or for a pause by the scheduler.
         ended_at: Unix time of its end, or None.
-        run: Step, loss and costs of its run at its end; empty before.
+        run: Step, loss and costs of its run at the job's end; empty before.
     """
 
     request: Add
@@ -94,7 +94,7 @@ class LiveJob:
 
     @property
     def run_batch(self) -> int:
-        """Samples of the batch of its last launch; its own before the first."""
+        """Samples of its last launch's batch; of its own batch before the first."""
         return self.segments[-1][1] if self.segments else self.batch
 
     @property
@@ -121,7 +121,7 @@ class LiveJob:
 
     @property
     def wants_devices(self) -> bool:
-        """Whether it may get devices: planned, and not ended, paused or cancelled."""
+        """Whether it is planned, and not ended, paused or cancelled."""
         return bool(self.options) and not (self.how or self.paused or self.cancelled)
 
 
@@ -130,7 +130,7 @@ class JobBook:
 
     Attributes:
         jobs: Jobs by name, in the order of their arrivals.
-        cluster: Cluster that the journal was opened with, as text; empty at first.
+        cluster: Text of the cluster for which the journal was created, or empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ class JobBook:
 
     @property
     def problem(self) -> str:
-        """Reason why the newest event is not on the disk yet; empty if it is."""
+        """Reason why events are not on the disk yet; empty if all are."""
         return self._lines.problem
 
     def close(self) -> None:
@@ -188,14 +188,12 @@ def apply_event(
 
     Args:
         jobs: Jobs by name.
-        event: Kind of the event; unknown ones change nothing.
+        event: Kind of the event; an unknown kind changes nothing.
         fields: Fields of the event.
         at: Unix time of the event.
     """
     if event == "added":
-        request = msgspec.convert(
-            {"kind": "add", **fields["job"]}, Add
-        )  # As it was received from the socket.
+        request = msgspec.convert({"kind": "add", **fields["job"]}, Add)
         jobs[request.name] = LiveJob(request=request, added_at=at)
         return
     job = jobs.get(fields.get("name", ""))
@@ -214,7 +212,7 @@ def apply_event(
             kind, size = fields.get("kind", ""), fields["size"]
             before = job.target if kind == job.place[0] or not size else 0
             job.placed.append((at, before, size))
-            if not size:  # It was not the job that ended this run.
+            if not size:  # The scheduler ended this run, not the job.
                 job.launches = 0
             job.place = kind, size
         case "devices":

@@ -17,12 +17,12 @@ class JobDevices:
     """Devices that are divided among jobs.
 
     Attributes:
-        kinds: Kind of each device, by the device's name, in the order in which jobs get
-            them; empty texts if all are alike. On named hosts, the host and a ``/``
-            come first in a name.
+        kinds: Kind of each device by the device's name, in the order in which jobs get
+            devices. A kind is empty if all devices are alike. On named hosts, a
+            device's name begins with the host and a ``/``.
         platforms: Platform of each kind, ``"cpu"`` or ``"gpu"``.
         has_hosts: Whether the devices are on named hosts.
-        engine: Engine that gives whole hosts to jobs; None if jobs share hosts.
+        engine: Engine that allocates whole hosts to jobs; None if jobs share hosts.
     """
 
     kinds: Mapping[str, str]
@@ -36,10 +36,10 @@ class JobDevices:
         return [*self.kinds]
 
     def masks(self, names: Sequence[str]) -> list[str]:
-        """Returns the names of devices as a run's supervisor gets them for members.
+        """Returns the names of devices in the form that a run's supervisor expects.
 
-        A GPU's name is for ``CUDA_VISIBLE_DEVICES``. On named hosts the host and a
-        ``/`` come first. A name is empty if the member may use all devices.
+        On named hosts it is the host, a ``/``, and a GPU's ``CUDA_VISIBLE_DEVICES``; on
+        this machine only the latter. The list is empty for CPUs of this machine.
 
         Args:
             names: Names of the devices, by slot; all of one kind.
@@ -54,16 +54,16 @@ class JobDevices:
         return [name if is_masked else f"{_host(name)}/" for name in names]
 
     def platform(self, name: str) -> str:
-        """Returns the platform of a device; empty if it is not one of these."""
+        """Returns the platform of a device; empty for an unknown device."""
         return self.platforms.get(self.kinds.get(name, ""), "")
 
     def counts(self, names: Iterable[str]) -> dict[str, int]:
-        """Returns the number of devices of each kind, for some of the devices."""
+        """Returns the number of the named devices of each kind."""
         none = dict.fromkeys(self.platforms, 0)
         return {**none, **Counter(self.kinds[name] for name in names)}
 
     def hosts_of(self, names: Iterable[str]) -> list[str]:
-        """Returns the hosts of some of the devices; empty for this machine alone."""
+        """Returns the hosts of the named devices; empty if all are on this machine."""
         return [*dict.fromkeys(map(_host, names))] if self.has_hosts else []
 
     def of_host(self, host: str) -> list[str]:
@@ -74,7 +74,7 @@ class JobDevices:
     def units(self) -> dict[str, int]:
         """Number of devices that a job gets together, by kind.
 
-        It is the number of a host's devices if an engine gives hosts, else 1.
+        It is all devices of a host if an engine allocates hosts, else 1.
         """
         units = dict.fromkeys(self.platforms, 1)
         if self.engine is not None:
@@ -87,11 +87,12 @@ class JobDevices:
     def near(self, hosts: Collection[str], free: Sequence[str]) -> list[str]:
         """Returns free devices in the order in which a job gets them.
 
-        Devices on its own hosts come first, then those on hosts with most free devices.
+        Devices on the job's own hosts come first, then devices on the hosts with most
+        free devices.
 
         Args:
             hosts: Names of the job's hosts.
-            free: Names of devices that no job has.
+            free: Names of devices that no job holds.
 
         >>> some = JobDevices({}, {}, True)
         >>> some.near(["b"], ["a/0", "a/1", "b/1"])
@@ -113,15 +114,15 @@ def job_devices(
     """Returns the devices of a cluster that can be divided among jobs.
 
     Args:
-        cluster: The cluster.
+        cluster: Cluster to divide.
         hosts: Host of each of its nodes; empty for this machine, which has at most one
             node of CPUs and one of GPUs.
-        engine: Engine that gives the hosts; None for named ones.
+        engine: Engine that allocates the hosts; None for named hosts.
 
     Raises:
-        JobError: A kind is neither CPU nor GPU, the nodes do not match the hosts, there
-            are more GPUs than this machine has, or nodes of a kind that an engine gives
-            have different numbers of devices.
+        JobError: A kind is neither CPU nor GPU, the nodes do not match the hosts, or
+            this machine has fewer GPUs. With an engine, also if nodes of one kind have
+            different numbers of devices.
     """
     nodes = cluster.nodes
     if hosts and len(hosts) != len(nodes):

@@ -1,4 +1,4 @@
-"""Hosts of jobs: named ones, or those that Slurm or Ray gives."""
+"""Hosts of jobs: named hosts, or hosts that Slurm or Ray allocates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whalejax.meshes import Cluster, Node
 
 
 Engine = Literal["slurm", "ray"]
-"""Scheduler of a larger cluster, which gives hosts to jobs."""
+"""Scheduler of a larger cluster, which allocates hosts to jobs."""
 
 _PLACEHOLDERS: Final = ("{kind}", "{devices}")
 _SRUN: Final = ("srun:", 'Try "srun')
@@ -25,7 +25,7 @@ _MAY_PASS: Final = (
     *("slurm controller", "timed out", "connect", "transmitted"),
     *("temporarily", "policy", "inactive"),
 )
-"""Words of errors that do not depend on the options: Slurm is not reached, or full."""
+"""Words in errors of a Slurm that is unreachable or full, not of wrong options."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class JobHosts:
             name and a command are appended to each.
         room: Largest number of devices on one host.
         address: Address of this machine at which agents reach supervisors.
-        engine: Engine that gives the hosts, each to one job; None for named hosts.
+        engine: Engine that allocates each host to one job; None for named hosts.
     """
 
     shells: dict[str, list[str]]
@@ -54,7 +54,7 @@ class JobHosts:
 def named_hosts(
     cluster: Cluster, names: Sequence[str], shell: Sequence[str], address: str
 ) -> JobHosts:
-    """Returns hosts with a name each, reached by a remote shell.
+    """Returns named hosts, which are reached by a remote shell.
 
     Args:
         cluster: Cluster with a node for each host.
@@ -67,12 +67,12 @@ def named_hosts(
 
 
 def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
-    """Returns hosts that Slurm gives: an allocation for each, while a job holds it.
+    """Returns hosts from Slurm: one allocation for each, while a job holds it.
 
     Args:
         cluster: Cluster with a node for each host.
-        options: Options of ``srun``; ``{kind}`` is replaced by the kind of the node's
-            devices, and ``{devices}`` by their number.
+        options: Options of ``srun``, in which ``{kind}`` stands for the kind of a
+            node's devices, and ``{devices}`` for their number.
         address: Address of this machine at which the hosts reach it; default: its name.
 
     Raises:
@@ -102,8 +102,7 @@ def slurm_refusal(output: str) -> str:
         output: Whole output of a command of ``srun`` that has failed.
 
     Returns:
-        The line; empty if Slurm has taken the request, could not be reached, or may
-        take it later.
+        The line. It is empty if Slurm has accepted the request or may accept it later.
 
     >>> slurm_refusal("srun: error: Invalid --time specification")
     'srun: error: Invalid --time specification'
@@ -120,7 +119,7 @@ def slurm_refusal(output: str) -> str:
 
 
 def ray_hosts(cluster: Cluster, ray: str, address: str = "") -> JobHosts:
-    """Returns hosts that Ray gives: an actor for each, while a job holds it.
+    """Returns hosts from Ray: one actor for each, while a job holds it.
 
     Args:
         cluster: Cluster with a node for each host.

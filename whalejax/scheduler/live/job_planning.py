@@ -1,7 +1,7 @@
 """Plans jobs in the background, each in its own process.
 
-Usually one is planned at a time. If a job takes long, or its code hangs, another begins
-in parallel, so later jobs do not wait.
+Usually one job is planned at a time. If its planning takes long or hangs, the next job
+is planned in parallel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALONE_SECONDS: Final = 20.0
 
 _MOST_AT_ONCE: Final = 4
 _RESULTS: Final = ({"refused"}, {"batch", "options"})
-"""Fields of the line with which a process ends."""
+"""Fields of the last line that a planning process prints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class PlannedJob:
 class _PlanProcess:
     """A process that plans a job.
 
-    ``output`` is the descriptor of the file that it writes to; ``began`` is monotonic.
+    ``output`` is the descriptor of its output file; ``began`` is a monotonic time.
     """
 
     name: str
@@ -74,7 +74,7 @@ class _PlanProcess:
 
 
 class Planning:
-    """Queue of jobs to plan, and those that are being planned."""
+    """Queue of jobs to plan, and the processes that plan."""
 
     def __init__(
         self, cluster: Cluster, units: Mapping[str, int] | None = None
@@ -108,7 +108,7 @@ class Planning:
     def poll(self) -> PlannedJob | None:
         """Returns a job whose planning has ended, or None.
 
-        It starts the next one if all jobs that are being planned take long.
+        It starts to plan the next job if all running plannings take long.
         """
         for one in self._running:
             if one.process.poll() is not None:
@@ -125,7 +125,7 @@ class Planning:
         return None
 
     def _begin(self, request: Add) -> PlannedJob | None:
-        """Begins to plan a job; returns None, or its refusal if that fails."""
+        """Starts to plan a job; returns its refusal if that fails."""
         cluster, units = self._cluster.to_json(), self._units
         told = {**request.fields, "cluster": cluster, "units": units}
         most = min(request.devices[1], self._cluster.num_devices)
@@ -138,13 +138,13 @@ class Planning:
             os.lseek(read, 0, os.SEEK_SET)
             process = start_child(
                 [sys.executable, "-m", "whalejax.scheduler.live.plan_worker"],
-                # It touches no device of the jobs.
+                # Planning must not touch the jobs' devices.
                 environment={"JAX_PLATFORMS": "cpu"},
                 folder=request.folder,
                 given=read,
                 output=write,
             )
-        except OSError as error:  # Too many files or processes, or its folder is gone.
+        except OSError as error:
             if write >= 0:
                 os.close(write)
             return PlannedJob(
@@ -165,7 +165,6 @@ class Planning:
 
 
 def _result_in(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the result among the printed lines; None without one."""
     for line in reversed(lines):
         try:
             told = json.loads(line)

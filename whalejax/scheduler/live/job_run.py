@@ -1,7 +1,7 @@
 """The elastic run of a job: starts its supervisor, resizes it and reads its journal.
 
-The supervisor and its members are separate processes, which go on if the scheduler
-ends. Their state is in the folder of the job.
+The supervisor and its members are separate processes, which continue if the scheduler
+ends. Their state is in the job's folder.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ FRONT: Final = "front"
 LOG: Final = "supervisor.log"
 PORT: Final = "port"
 HOSTS: Final = "hosts.json"
-"""File with the hosts on which the run needs an agent, and since when."""
+"""File with the hosts on which the run needs an agent, and the Unix times of need."""
 
 REFUSALS: Final = "refusals.json"
-"""File with the reasons of hosts that are not asked for again, by host."""
+"""File with the hosts that are no longer requested, and the reasons."""
 
 CHECKPOINTS: Final = "checkpoints"
 _ASK_SECONDS: Final = 10.0
@@ -54,10 +54,10 @@ class JobLaunch:
     Attributes:
         home: Folder of the job.
         options: Options of ``whalejax train`` for a member.
-        least, most: Fewest and most members of the run.
+        least, most: Minimum and maximum number of members of the run.
         first: Number of members at its start.
-        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``, each with its host if
-            there are several; None on the CPUs of one host.
+        devices: Names of devices, as from ``JobDevices.masks``; None on the CPUs of one
+            host.
         hosts: Hosts on which the members run; None for this machine alone.
         port: Port at which agents of these hosts reach the supervisor.
         platform: Platform of the devices, ``"cpu"`` or ``"gpu"``; JAX chooses if empty.
@@ -81,7 +81,8 @@ class JobRun:
         home: Folder of the job.
         reader: Reader of its journal.
         refusal: Reason why its supervisor last refused a resize or could not start.
-        wanted_hosts: Hosts on which it needs an agent, with the Unix time since when.
+        wanted_hosts: Hosts on which it needs an agent, each with the Unix time since
+            which it needs one.
     """
 
     def __init__(
@@ -109,21 +110,21 @@ class JobRun:
         self.wanted_hosts: dict[str, float] = read_hosts(home)
 
     def poll(self) -> None:
-        """Reads new events, and the answer to a request."""
+        """Reads events of the journal, and the answer to a request."""
         if self._asking is not None and self._asking.done():
             self.refusal, self._asking = self._asking.result(), None
         self.reader.poll()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its supervisor runs, or the process that restarts it."""
+        """Whether its supervisor, or the process that restarts it, is running."""
         if self._front is not None and self._front.poll() is None:
             return True
         return is_held(self.home / FRONT) or is_held(self.home / FOLDER)
 
     @property
     def lacks_front(self) -> bool:
-        """Whether no process keeps its hosts' agents, though its supervisor runs."""
+        """Whether its supervisor runs, but not the process that keeps the agents."""
         is_there = self._front is not None and self._front.poll() is None
         if self._hosts is None or is_there or is_held(self.home / FRONT):
             return False
@@ -131,7 +132,7 @@ class JobRun:
 
     @property
     def has_opened(self) -> bool:
-        """Whether the supervisor that was started last has written to its journal."""
+        """Whether the last started supervisor has written to its journal."""
         return self.reader.starts > self._starts_before
 
     @property
@@ -140,7 +141,7 @@ class JobRun:
         return self._asking is not None
 
     def status(self) -> int | None:
-        """Returns the exit status of the process that was started last, or None."""
+        """Returns the exit status of the last started process, or None."""
         return None if self._front is None else self._front.poll()
 
     def start(
@@ -157,14 +158,15 @@ class JobRun:
     ) -> None:
         """Starts the run, from its newest checkpoint if there is one.
 
-        Members that lost their supervisor are adopted.
+        The supervisor takes over members that have lost an earlier supervisor.
 
         Args:
-            least, most: Fewest and most members.
+            least, most: Minimum and maximum number of members.
             size: Number of members at the start.
-            devices: Names of their devices, by slot; empty on the CPUs of one host.
-            batch: Samples of the global batch; 0 for that of the request.
-            steps: Number of steps after which the run ends; 0 for the request's.
+            devices: Names of the members' devices, by slot; empty on the CPUs of one
+                host.
+            batch: Samples of the global batch; 0 for the request's value.
+            steps: Number of steps after which the run ends; 0 for the request's value.
             rate: Ratio of the learning rate to that of the job's own batch.
             platform: ``"cpu"`` or ``"gpu"``; JAX chooses if empty.
 
@@ -219,22 +221,22 @@ class JobRun:
         wanted = {host: self.wanted_hosts.get(host, now) for host in hosts}
         if wanted == self.wanted_hosts:
             return
-        with contextlib.suppress(OSError):  # such as a full disk; the next turn retries
+        with contextlib.suppress(OSError):  # The next turn retries.
             self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace_json(self.home / HOSTS, wanted)
             self.wanted_hosts = wanted
 
     def refused_hosts(self) -> dict[str, str]:
-        """Returns the hosts that the run does not ask for again, with the reasons."""
+        """Returns the hosts that the run no longer requests, with the reasons."""
         if self._hosts is None or not self.is_alive:
             return {}
         try:
             return _read_json(self.home / REFUSALS)
-        except OSError:  # Such as too many open files; the next turn reads it.
+        except OSError:  # The next turn retries.
             return {}
 
     def alike_hosts(self, host: str) -> list[str]:
-        """Returns the hosts with the same command as a host, itself included."""
+        """Returns all hosts with the same command as a host, including that host."""
         shells = {} if self._hosts is None else self._hosts.shells
         return [name for name, words in shells.items() if words == shells.get(host)]
 
@@ -242,7 +244,7 @@ class JobRun:
         """Returns a free port, or the one at which its members expect a supervisor."""
         path = self.home / PORT
         if self.reader.held_slots and path.exists():
-            with contextlib.suppress(ValueError):  # A crash may leave an empty file.
+            with contextlib.suppress(ValueError):  # an empty file after a crash
                 return int(path.read_text())
         with socket.socket() as free:
             free.bind(("", 0))
@@ -253,23 +255,23 @@ class JobRun:
     def resize(self, size: int, devices: Sequence[str]) -> None:
         """Asks the supervisor for another number of members; 0 ends the run.
 
-        The result is in the run's journal, or the reason in ``refusal``. Does nothing
-        while another request is unanswered.
+        It does nothing while another request is unanswered. The result is in the run's
+        journal; the reason of a refusal is in ``refusal``.
 
         Args:
             size: Number of members.
-            devices: Names of their devices, as for ``start``.
+            devices: Argument of ``start``.
         """
         if self._asking is None:
             told = list(devices) or None
             self._asking = self._pool.submit(_ask, self.home, size, told)
 
     def end_of_log(self) -> str:
-        """Returns the last lines of its supervisor's log."""
+        """Returns the last lines of the supervisor's log."""
         return _last_lines(self.home / LOG, 3)
 
     def missing_agent(self) -> str:
-        """Returns the last output of a missing agent's command; empty without one."""
+        """Returns text about a host without an agent; empty if all have one."""
         for host in self.wanted_hosts if self.is_alive else ():
             if host not in self.reader.agents:
                 line = _last_lines(self.home / FOLDER / f"agent-{host}.log", 1)
@@ -283,7 +285,7 @@ def _last_lines(path: Path, count: int) -> str:
 
 
 def read_hosts(home: Path) -> dict[str, float]:
-    """Returns the hosts on which a job's run needs an agent, and since when.
+    """Returns the hosts on which a job's run needs an agent, with the times of need.
 
     Args:
         home: Folder of the job.
@@ -292,7 +294,7 @@ def read_hosts(home: Path) -> dict[str, float]:
 
 
 def write_refusals(home: Path, refused: Mapping[str, str]) -> None:
-    """Writes the hosts that a job's run does not ask for again.
+    """Writes the hosts that a job's run no longer requests.
 
     Args:
         home: Folder of the job.
@@ -313,12 +315,12 @@ def _replace_json(path: Path, value: Mapping[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError):  # A crash may leave an empty file.
+    except (FileNotFoundError, ValueError):  # an empty file after a crash
         return {}
 
 
 def _ask(home: Path, size: int, devices: list[str] | None) -> str:
-    """Asks a supervisor to resize its run; returns why it refuses, or ""."""
+    """Asks a supervisor to resize its run; returns why it refuses, or an empty text."""
     folder = home / FOLDER
     try:
         said = json.loads((folder / ADDRESS).read_text())["address"]

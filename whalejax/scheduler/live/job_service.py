@@ -1,7 +1,7 @@
 """The scheduler's process: it accepts jobs and divides the devices among them.
 
-Its folder holds its journal and all files of the jobs. If it is killed and restarted
-there, it takes back its jobs, which go on meanwhile.
+Its folder has its journal and all files of the jobs. If it is killed, the jobs go on,
+and a scheduler that is restarted in the same folder takes them over.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from whalejax.state.folder_lock import FolderLock
 _TURN_SECONDS: Final = 0.2
 _ASKING_THREADS: Final = 4
 _LEAST_FREE_BYTES: Final = 16_000_000
-"""Free space of its folder without which no run is started."""
+"""Minimum free space in its folder for the start of a run."""
 
 _MEMBERS_GO_ON_SECONDS: Final = 0.4
-"""Assumed time without steps when the number of members changes, until measured."""
+"""Assumed seconds without steps when the number of members changes, until measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +73,10 @@ class ServeSettings:
         objective: Quantity to maximise.
         every: Seconds between decisions without an arrival or end of a job.
         resize: Assumed seconds of a start or a growth, until measured.
-        horizon: Seconds within which a change has to gain its cost.
+        horizon: Seconds within which a change has to gain more than it costs.
         hosts: Hosts of the cluster's nodes; None for this machine.
-        listen: Host and port at which commands with the key are accepted too; None
-            for the socket only.
+        listen: Host and port for commands with the scheduler's key; None accepts
+            commands at the local socket only.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class ServeSettings:
 
 
 class JobService:
-    """The scheduler; its jobs go on if it ends."""
+    """The scheduler, whose jobs go on if it ends."""
 
     def __init__(self, settings: ServeSettings) -> None:
         """Finds the devices; starts nothing yet.
@@ -122,8 +122,8 @@ class JobService:
             opened: Function that receives messages on its address and its end.
 
         Raises:
-            WhaleError: Another scheduler uses the folder, it cannot be written, or it
-                has jobs on another cluster.
+            WhaleError: Another scheduler uses the folder, or the folder cannot be
+                written or has jobs on another cluster.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT):
             self.open()
@@ -157,8 +157,8 @@ class JobService:
         """Locks the folder, restores the jobs from its journal, and listens.
 
         Raises:
-            WhaleError: Another scheduler uses the folder, it cannot be written, or it
-                has jobs on another cluster.
+            WhaleError: Another scheduler uses the folder, or the folder cannot be
+                written or has jobs on another cluster.
         """
         folder = self._settings.folder
         make_private(folder)
@@ -173,7 +173,7 @@ class JobService:
         self._placing = Placing(self._book, self._runs, self._devices_of_jobs)
         for job in self._book.jobs.values():
             run = self._run_of(job)
-            if job.run:  # Its journals may be long.
+            if job.run:  # Do not read the long journals of an ended job again.
                 run.reader.restore(job.run)
                 continue
             for at, before, after in job.placed:
@@ -198,7 +198,7 @@ class JobService:
             self._held.callback(self._remote.close)
 
     def _check_cluster(self) -> None:
-        """Refuses another cluster while there are jobs: their tables depend on it."""
+        """Refuses another cluster while jobs have tables for the earlier one."""
         text, before = self._cluster.describe(), self._book.cluster
         if self._hosts is not None:
             text = f"{text} at {','.join(self._hosts.names)}"
@@ -234,7 +234,7 @@ class JobService:
         if now >= self._schedule.next_at:
             try:
                 self._decide(now)
-            except JobError as error:  # Jobs keep their devices.
+            except JobError as error:  # The jobs keep their devices.
                 say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
         self._count_devices()
@@ -243,8 +243,7 @@ class JobService:
     def _remove_idle(self) -> None:
         """Releases the devices of jobs that want none.
 
-        If a scheduler is killed, the journal may have a job's pause or cancellation
-        without this release.
+        A killed scheduler may have recorded a pause or cancellation without a release.
         """
         for job in self._book.jobs.values():
             if not job.wants_devices:
@@ -262,7 +261,7 @@ class JobService:
             say_in_background("whalejax: there is space again")
 
     def _look_at_disk(self) -> None:
-        """Finds out whether the disk is too full for the journal, or to start a run."""
+        """Checks whether the disk has space for the journal and for starting runs."""
         folder, self._problem = self._settings.folder, ""
         goes_on = "jobs go on, and none is started until there is space"
         if why := self._book.problem:
@@ -299,7 +298,7 @@ class JobService:
             self._choose_batch(self._book.jobs[name], costs)
 
     def _choose_batch(self, job: LiveJob, costs: Mapping[str, float]) -> None:
-        """Records another batch for a job if it makes clearly more progress."""
+        """Records a target batch for a job if it makes clearly more progress."""
         option = self._table(job, costs).options.get(job.place)
         if option is None or not job.larger or option.batch == job.wanted_batch:
             return
@@ -312,7 +311,7 @@ class JobService:
         )
 
     def _count_devices(self) -> None:
-        """Divides only usable devices; jobs that need more devices pause."""
+        """Counts the usable devices, and pauses jobs that need more."""
         counts = self._devices_of_jobs.counts(self._placing.usable())
         if counts == self._devices:
             return
@@ -324,7 +323,7 @@ class JobService:
             if not self._fits(job):
                 self._schedule.remove(name)
                 self._place(job, NOWHERE)
-        for job in self._book.unfinished():  # A host may have an agent again.
+        for job in self._book.unfinished():
             if job.name not in self._schedule.places():
                 self._enter(job)
         if is_less:
@@ -418,7 +417,7 @@ class JobService:
         return with_measured(table, measured)
 
     def _costs(self) -> Mapping[str, float]:
-        """Returns the mean costs of changes over all jobs; assumed if unmeasured."""
+        """Returns the mean costs of changes over all jobs, or assumed costs."""
         every = ChangeCosts()
         for run in self._runs.values():
             every.add(run.reader.costs)
@@ -433,7 +432,7 @@ class JobService:
     # Requests.
 
     def answer(self, request: requests.Request) -> Answer:
-        """Handles a request; returns its answer or the reason of a refusal.
+        """Handles a request, and returns its answer or refusal.
 
         Args:
             request: Request to answer.
@@ -550,7 +549,7 @@ class JobService:
         )
 
     def _cluster_note(self) -> str:
-        """Returns a note if the cluster file has changed; otherwise an empty text."""
+        """Returns a note if the cluster file has changed, or an empty text."""
         if _bytes_of(self._settings.cluster) == self._file:
             return ""
         return (

@@ -1,6 +1,7 @@
-"""Process that keeps the supervisor of a job's run running.
+"""Process that restarts the supervisor of a job's run if it is killed.
 
-The scheduler starts it; it goes on until the run is over, even if the scheduler ends.
+The scheduler starts this process, which runs until the run is over, even if the
+scheduler ends.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from whalejax.wire.addresses import joined_address
 
 
 IS_HELD: Final = 75
-"""Exit status if another such process already runs for the job."""
+"""Exit status if another process of this kind already runs for the job."""
 
 _EXIT_SECONDS: Final = 60.0
 _LEASE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.5
 _QUEUE_SECONDS: Final = 1e9
-"""Longest wait for members of a job whose hosts are in a queue: for ever."""
+"""Longest wait for members of a job whose hosts are in a queue: no limit."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -55,8 +56,8 @@ def main(words: Sequence[str]) -> int:
         words: Single argument: the fields of ``JobLaunch`` as JSON.
 
     Returns:
-        Exit status of the run's supervisor; ``IS_HELD`` if another such process runs,
-        and 1 after an error.
+        Exit status of the run's supervisor. ``IS_HELD`` if the job already has such a
+        process, and 1 after an error.
     """
     told = msgspec.json.decode(words[0], type=JobLaunch)
     home = Path(told.home)
@@ -102,10 +103,9 @@ def _settings(told: JobLaunch) -> SupervisorSettings:
 
 
 def _outlives_supervisor(home: Path) -> bool:
-    """Waits for the end of a supervisor that runs on without such a process, if one
-    does.
+    """Waits for a supervisor whose earlier process of this kind was killed, if any.
 
-    Returns whether the supervisor has ended its run.
+    Returns whether that supervisor has ended its run.
     """
     if not is_held(home / FOLDER):
         return False
@@ -125,7 +125,7 @@ def _start_agents(
     home, allocations = run.folder, {}
     if hosts.engine == "slurm":
         leave_allocation()
-        # Another scheduler may have a job of this name.
+        # Another scheduler may have a job of the same name.
         prefix = f"{home.name}-{zlib.crc32(str(home.absolute()).encode()):08x}"
         allocations = {
             host: slurm_allocation(f"{prefix}-{host}") for host in hosts.shells
@@ -167,7 +167,7 @@ def _follow_hosts(agents: HostAgents, home: Path, is_over: threading.Event) -> N
     before: dict[str, float] | None = None
     told: dict[str, str] = {}
     while not is_over.wait(_LOOK_SECONDS):
-        with contextlib.suppress(OSError, ValueError):  # Or it is looked at again.
+        with contextlib.suppress(OSError, ValueError):  # The next turn retries.
             wanted = read_hosts(home)
             if wanted != before:
                 agents.set_hosts(wanted)

@@ -1,8 +1,8 @@
 """The local socket of a scheduler, in a folder that only its user can open.
 
 Adding a job runs code, so anyone who can open the socket has all rights of its user.
-Therefore the folder has mode 0700 and the socket 0600. On Linux, the socket is reached
-by a descriptor of the folder: its path may be too long for a socket address.
+Therefore the folder has mode 0700, and the socket has mode 0600. On Linux, the socket's
+address uses a descriptor of the folder, because its path may be too long.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class WaitingRequest(NamedTuple):
 
 
 def make_private(folder: Path) -> None:
-    """Makes the scheduler's folder, and ensures that no other user can open it.
+    """Creates the scheduler's folder, and ensures that no other user can open it.
 
     Raises:
-        JobError: The folder cannot be made, or belongs to another user.
+        JobError: The folder cannot be created, belongs to another user, or has files
+            while other users can open it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,11 +82,11 @@ class LocalSocket:
         """Listens at the socket.
 
         Args:
-            folder: Folder of the scheduler, which holds its lock: so an existing socket
-                belongs to an earlier scheduler.
+            folder: Folder that the scheduler has locked. An existing socket in it
+                belongs to an earlier scheduler, and is replaced.
 
         Raises:
-            JobError: The socket cannot be made.
+            JobError: The socket cannot be created.
         """
         self.requests: queue.SimpleQueue[WaitingRequest] = queue.SimpleQueue()
         self._path = folder / SOCKET
@@ -124,7 +125,7 @@ class LocalSocket:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(_AGAIN_SECONDS)  # Too many files are open.
+                time.sleep(_AGAIN_SECONDS)  # for example too many open files
                 continue
             if not self._there.acquire(blocking=False):
                 link.close()
@@ -157,7 +158,8 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
         patience: Seconds to wait for a scheduler that is starting.
 
     Raises:
-        JobError: No scheduler answers, it has another version, or it refuses.
+        JobError: No scheduler answers, or it has another version or refuses the
+            request.
     """
     end = time.monotonic() + patience
     while True:
@@ -166,8 +168,8 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
             break
         except TimeoutError as error:
             raise JobError(
-                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s; it "
-                "may carry out the request yet. See whalejax jobs show"
+                f"the scheduler of {folder} did not answer in {_SECONDS:.0f} s; it may "
+                "still carry out the request. See whalejax jobs show"
             ) from error
         except OSError as error:
             if time.monotonic() < end:

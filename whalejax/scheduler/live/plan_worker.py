@@ -1,7 +1,7 @@
-"""Plans a job in a separate process, because this runs the user's code.
+"""Plans a job in a separate process, because planning runs the user's code.
 
-It reads the job from its standard input. The last JSON line of its output is the table,
-or the reason why there is none.
+The process reads the job from its standard input. The last JSON line of its output is
+the table, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def main() -> int:
         result = planned(told)
     except WhaleError as error:
         result = {"refused": str(error)}
-    except Exception as error:  # Any error of the user's code.
+    except Exception as error:  # any error of the user's code
         result = {"refused": error_text(error)}
-    print(f"\n{json.dumps(result)}", flush=True)  # User code may leave half a line.
+    print(f"\n{json.dumps(result)}", flush=True)  # after a possible incomplete line
     return 0
 
 
@@ -48,7 +48,7 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     """Returns the table of a job, and the samples of its global batch.
 
     Args:
-        told: Fields of the job's request, ``cluster`` as JSON, and ``units``: the
+        told: Fields of the job's request, ``cluster`` as JSON, and ``units``, the
             number of devices that a job gets together, by kind.
 
     Raises:
@@ -84,9 +84,9 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     micro_batches = told["micro_batches"] or possible_counts(batch, job.group_size)[0]
     if told["most_batch"] and micro_batches < 2:
         raise JobError(
-            f"a batch of {batch} samples has no divisor from 2 to 16, so that its step "
-            "is one micro-batch, and the noise scale of its gradient, by which larger "
-            "batches are chosen, needs two. Give another --batch, or --micro-batches"
+            f"a batch of {batch} samples has no divisor from 2 to 16, so its step has "
+            "one micro-batch. Larger batches are chosen by the gradient-noise scale, "
+            "which needs two. Give another --batch, or --micro-batches"
         )
     if not told["mesh"]:
         platforms = {kind.name: kind.platform for kind in cluster.kinds}
@@ -95,13 +95,13 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
             option
             for option in options
             if platforms.get(option.place[0], one) != "cpu"
-            # Replicas on CPUs share whole micro-batches.
+            # Each replica on CPUs gets a whole number of micro-batches.
             or option.place[1] <= max(micro_batches, least)
         ]
     if not options:
         raise JobError(
-            f"a step of {batch} samples has {micro_batches} micro-batches, which CPUs "
-            f"share whole, and the job fits only on more devices than that. Give "
+            f"a step of {batch} samples has {micro_batches} micro-batches, at least "
+            f"one for each CPU, and the job fits only on more CPUs than that. Give "
             "--micro-batches as many as devices, or a larger --batch"
         )
     return {"batch": batch, "options": told_options(options)}
@@ -124,7 +124,7 @@ def error_text(error: Exception) -> str:
 def _refusal(
     job: Job, cluster: Cluster, batch: int, told: dict[str, Any], precision: Any
 ) -> str:
-    """Returns why a job fits on no number of devices, as the planner says it."""
+    """Returns the planner's reason why a job fits on no number of devices."""
     least, most = told["devices"]
     why = ""
     try:

@@ -1,8 +1,8 @@
 """Requests to a scheduler from other machines, by its key.
 
 Adding a job runs code as the user of ``jobs serve``. So a command needs the scheduler's
-key, which is in its folder, or a copy of it. Connections are encrypted, and each side
-shows a certificate of the key.
+key file, which is in its folder, or a copy of the file. Connections are encrypted, and
+each side shows the certificate in its key file.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _MOST_WAITING: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerAddress:
-    """Place of a scheduler, as a command is given it.
+    """Options of a command that say where a scheduler is.
 
     Attributes:
         folder: Folder of ``jobs serve --save``, with the socket and the key.
-        address: Host and port of ``jobs serve --listen``; None for the socket.
-        key: File of the key; None for the one in the folder.
+        address: Host and port of ``jobs serve --listen``; None for the local socket.
+        key: Path of the key file; None for the file in the folder.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class RemoteSocket:
     def __init__(
         self, folder: Path, address: str, requests: queue.SimpleQueue[WaitingRequest]
     ) -> None:
-        """Listens at an address, with the key of the folder, which is made if needed.
+        """Listens at an address, with the folder's key, which is created if missing.
 
         Args:
             folder: Folder of the scheduler.
@@ -105,7 +105,7 @@ class RemoteSocket:
         try:
             request = channel.next(_REQUESTS)
         except WireError:
-            channel.close()  # It has ended, or sends something else.
+            channel.close()  # The other side has ended, or sent no request.
             return
         if request is None:
             return
@@ -130,12 +130,13 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
     """Sends a request to a scheduler, and returns its answer.
 
     Args:
-        place: Place of the scheduler.
+        place: Folder or address of the scheduler.
         request: Request to send.
-        patience: Seconds to wait for a scheduler that is starting, at its socket.
+        patience: Seconds to wait for a scheduler that is starting, at its local socket.
 
     Raises:
-        JobError: No scheduler answers, it has another key or version, or it refuses.
+        JobError: No scheduler answers, or it has another key or version, or refuses the
+            request.
     """
     if place.address is None:
         if place.key is not None:
@@ -171,8 +172,8 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
         answer = channel.receive(_ANSWERS, seconds=_SECONDS)
     except WireTimeoutError:
         raise JobError(
-            f"the scheduler at {place.address} answered nothing in {_SECONDS:.0f} s; "
-            "it may carry out the request yet. See whalejax jobs show"
+            f"the scheduler at {place.address} did not answer in {_SECONDS:.0f} s; it "
+            "may still carry out the request. See whalejax jobs show"
         ) from None
     except WireError as error:
         raise JobError(

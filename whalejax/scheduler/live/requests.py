@@ -1,7 +1,7 @@
 """Requests to the scheduler of jobs, and its answers.
 
-Each is one line over a local socket: name and version of the protocol, and a message as
-JSON. The receiver refuses anything else.
+At the local socket each is one line, with the name and version of the protocol and a
+message as JSON. The receiver refuses anything else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.wire.messages import Count, Message, Text, Whole
 T = TypeVar("T")
 
 PROTOCOL: Final = "whalejax-jobs/1"
-"""Name and version of the protocol; equal on both sides."""
+"""Name and version of the protocol, which must be equal on both sides."""
 
 MOST_BYTES: Final = 1 << 26
-"""Largest length of a line: the reports of some ten thousand jobs."""
+"""Maximum bytes of a line, enough for reports on some ten thousand jobs."""
 
 NAME_PATTERN: Final = r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,63}\Z"
 JobName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -41,12 +41,13 @@ class Add(Message):
         batch: Samples of a global batch; the job's own number if None.
         most_batch: Samples of the largest allowed batch; None keeps the batch.
         rate_rule: Learning rate of larger batches, ``"linear"`` or ``"sqrt"``; empty
-            keeps that of the job.
+            keeps the job's own rate.
         steps: Total number of steps at its own batch.
-        devices: Fewest and most devices.
-        priority: Priority; higher ones are admitted first, and get more weight.
-        micro_batches: Number of micro-batches in a step, which members divide; the
-            default of ``train_elastic`` if None.
+        devices: Minimum and maximum number of devices.
+        priority: Priority. Jobs of a higher priority are admitted first, and have more
+            weight.
+        micro_batches: Number of micro-batches in a step, which members divide; None for
+            the default of ``train_elastic``.
         precision: Values of ``--precision``.
         mesh: Values of ``--mesh``.
         save_every: Steps between checkpoints.
@@ -93,17 +94,17 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
         status: ``planning``, ``waiting``, ``starting``, ``running``, ``pausing``,
             ``paused``, ``ending``, ``complete``, ``failed``, ``refused`` or
             ``cancelled``.
-        held, target: Number of devices that it holds, and target number.
+        held, target: Number of devices that it holds, and target number of devices.
         kind: Kind of these devices; empty if the cluster has only one.
-        step, steps: Number of finished steps, and of all steps.
+        step, steps: Number of finished steps, and total number of steps.
         loss: Loss of the newest step.
         predicted, measured: Samples per second on the target number of devices.
         priority: Priority with which it was added.
-        added_at, started_at, ended_at: Unix times; None for events yet to come.
+        added_at, started_at, ended_at: Unix times; None for future events.
         resizes: Number of changes of its devices since its first start.
         seconds_left: Seconds until its end on the target number of devices, or None.
-        why: Reason of its end or its waiting.
-        batch: Samples of the present global batch.
+        why: Reason of its end or of its wait.
+        batch: Samples of the current global batch.
         noise_scale: Measured gradient-noise scale in samples, or None.
         folder: Folder of its logs, journal and checkpoints.
     """
@@ -178,7 +179,11 @@ def decoded_request(line: bytes) -> Request:
 
 
 def decoded_answer(line: bytes) -> Answer:
-    """Returns the answer in a line; raises as ``decoded_request`` does."""
+    """Returns the answer in a line.
+
+    Raises:
+        JobError: The line has another protocol version, or is not an answer.
+    """
     return _decoded(line, _ANSWERS, "the scheduler")
 
 

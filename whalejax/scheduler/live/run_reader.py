@@ -1,7 +1,7 @@
-"""Reads the growing journal of an elastic run for its scheduler.
+"""Reads the growing journal of an elastic run for the scheduler.
 
-It finds the target number of members, their live processes, the newest step, the speed
-by number of members, and the costs of changes.
+The journal gives the target number of members, their live processes, the newest step,
+the speed by number of members, and the costs of changes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from whalejax.scheduler.job_table import Place
 
 
 _MOST_STEPS: Final = 400
-"""Number of steps after which the weight of earlier ones in a speed is halved."""
+"""Number of steps after which the weight of earlier steps in a speed is halved."""
 
 _FEWEST_STEPS: Final = 5
-"""Least number of steps after which a speed is known."""
+"""Minimum number of steps from which a speed is computed."""
 
 _FEWEST_NOISE_LINES: Final = 20
 _AWAY_SECONDS: Final = 60.0
@@ -53,9 +53,9 @@ class ChangeCosts:
     """Measured costs of changes of devices, in seconds.
 
     Attributes:
-        starts: Times from a decision to the first step, minus the time of a step.
-        joins: Times from a decision until new members take part.
-        stills: Times without a step when the number of members changed.
+        starts: Seconds from a decision to the first step, minus the time of a step.
+        joins: Seconds from a decision until the added members take part.
+        stills: Seconds without a step when the number of members changed.
     """
 
     starts: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class ChangeCosts:
     stills: list[float] = field(default_factory=list)
 
     def means(self) -> dict[str, float]:
-        """Returns the means of the measured costs, by field of ``ScheduledJob``."""
+        """Returns the mean costs, by the field of ``ScheduledJob`` for each."""
         means = {
             "start_seconds": self.starts,
             "join_seconds": self.joins,
@@ -80,7 +80,7 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class _Process:
-    """A member's process; ``agent`` names its agent and host, empty on this machine."""
+    """A member's process; ``agent`` is its agent and host, empty on this machine."""
 
     slot: int
     pid: int
@@ -104,14 +104,14 @@ class _Lines:
             with self._path.open("rb") as file:
                 file.seek(self._place)
                 text = file.read()
-        except OSError:  # It is not there yet, or too many files are open.
+        except OSError:  # The file may not exist yet.
             return
         self._place += len(text)
         *lines, self._rest = (self._rest + text).split(b"\n")
         for line in lines:
             try:
                 said = json.loads(line)
-            except ValueError:  # Incomplete, as its writer was killed.
+            except ValueError:  # an incomplete line of a killed writer
                 continue
             if isinstance(said, dict) and journal.is_whole(said):
                 yield said
@@ -120,7 +120,7 @@ class _Lines:
 class NoiseReader:
     """Reads the gradient-noise scale from the metrics of a run's processes.
 
-    Each process writes its own running mean; the result is the median over the
+    Each process writes its own running mean. The result is the median over the
     processes at the newest steps.
     """
 
@@ -136,7 +136,7 @@ class NoiseReader:
         self._count = 0
 
     def poll(self) -> None:
-        """Reads the new lines."""
+        """Reads the lines since the last call."""
         for path in self._folder.glob("*.jsonl"):
             place = self._places.get(path, 0)
             try:
@@ -170,19 +170,19 @@ class RunReader:
     """Reader of the newest run in the folder of a job.
 
     Attributes:
-        starts: Number of starts and restarts of supervisors here.
+        starts: Number of starts and restarts of supervisors in the folder.
         size: Target number of members; 0 before it is reported.
         members: Number of members of the newest generation.
-        step: Newest finished step, of all runs.
+        step: Newest finished step of all runs.
         loss: Loss of that step.
         ending: Outcome of the newest run, and its reason; None while it goes on.
         drains: Whether the newest run was asked to end.
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all runs.
-        failures: Number of processes in a row that were lost before they were ready for
-            steps, by slot. Processes that the run has refused do not count.
-        refusal: Reason why the run refused its newest process, such as a script that
-            was changed; empty once a later one is ready.
+        failures: For each slot, number of processes in a row that were lost before they
+            were ready for steps. Processes that the run has refused do not count.
+        refusal: Reason why the run refused a process, such as a changed script; empty
+            once a later process is ready.
         agents: Names of the present agents of the newest run.
         away_since: Unix time at which each host lost its agent; the key ``""`` has the
             start of the run, for hosts that never had an agent.
@@ -226,7 +226,7 @@ class RunReader:
         self._asked.append(_RecordedDecision(at=at, before=before, after=after))
 
     def poll(self) -> None:
-        """Reads new events, commits and metrics."""
+        """Reads the events, commits and metrics since the last call."""
         for said in self._events.new():
             self._event(said)
         for said in self._commits.new():
@@ -244,7 +244,7 @@ class RunReader:
         return {"step": self.step, "loss": self.loss, "costs": costs}
 
     def restore(self, summary: Mapping[str, Any]) -> None:
-        """Restores the facts from a summary, in place of reading the run again.
+        """Restores the facts from a summary, without reading the run again.
 
         Args:
             summary: Fields from ``summary``.
@@ -280,11 +280,12 @@ class RunReader:
         return {process.slot for process in self._processes.values()}
 
     def away_hosts(self, hosts: Mapping[str, float], at: float) -> list[str]:
-        """Returns those of the run's hosts that have had no agent for a while.
+        """Returns the hosts of the run that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent, with the Unix time since when.
-            at: Unix time.
+            hosts: Hosts that should have an agent, with the Unix time since which each
+                should have one.
+            at: Current Unix time.
         """
         if not self.away_since:
             return []
@@ -300,7 +301,7 @@ class RunReader:
         """Returns the measured speed by device kind and number of members.
 
         Args:
-            batch: Samples of the global batch; 0 is that of launches without one.
+            batch: Samples of the global batch; 0 for launches without a given batch.
         """
         return {
             (kind, count): pace.steps / pace.seconds
@@ -317,7 +318,7 @@ class RunReader:
                 self.ending, self.drains = None, False
                 self.agents, self.away_since = set(), {"": said["time"]}
                 for name in [n for n, p in self._processes.items() if p.agent]:
-                    del self._processes[name]  # They end with their supervisor.
+                    del self._processes[name]  # The process ended with its supervisor.
             case "restarted":
                 self.starts += 1
                 # Agents that still run join again.
@@ -360,7 +361,7 @@ class RunReader:
             self.agents.add(agent)
             self.away_since.pop(agent, None)
             return
-        # Its processes end with the agent, or when the agent reconnects.
+        # The agent's processes end with it, or when it reconnects.
         self.agents.discard(agent)
         self.away_since[agent] = said["time"]
         for name in [n for n, p in self._processes.items() if p.agent == agent]:

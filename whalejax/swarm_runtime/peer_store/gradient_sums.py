@@ -1,4 +1,4 @@
-"""Sums gradients on a peer: its own, and then its part of its stage's sum."""
+"""Sums gradients on a peer: first its own, then its part of the stage's sum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SumHolder(StageHolder):
         where = f"step {step}, stage {stage.number}"
         check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
         part, parts = names.index(self.name), len(names)
-        # In the order of the peers, so that all make the same sum.
+        # Add in the order of the peers, so that all make the same sum.
         total, lost = GradientSum(), 0.0
         for name, address, numbers, attempts in peers:
             if not numbers:
@@ -51,7 +51,7 @@ class SumHolder(StageHolder):
         what = f"the sum of the gradients of {where}"
         self._check_sum(total.arrays, what)
         coded, more = self._coded_sum(total.arrays, what)
-        # This peer also reads the coded form, so that all have the same values.
+        # This peer also uses the encoded sum, so that all have the same values.
         self._keep(asked, stage, lambda: self._parts.update({key: coded}))
         is_exact = self.sum_wire == "f32"
         return messages.Summed(
@@ -62,11 +62,10 @@ class SumHolder(StageHolder):
         )
 
     def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
-        """Returns gradients as sent to other peers, and the sum of the squared coding
-        errors.
+        """Returns encoded gradients, and the sum of the squared coding errors.
 
         Raises:
-            RefusedRequestError: They are too large for the format.
+            RefusedRequestError: The gradients are too large for the format.
         """
         if self.sum_wire == "f32":
             return arrays, 0.0
@@ -95,7 +94,7 @@ class SumHolder(StageHolder):
         """Returns the sum over this peer's micro-batches, in order.
 
         Raises:
-            RefusedRequestError: Some of them are missing, or the sum overflows.
+            RefusedRequestError: Gradients are missing, or the sum overflows.
         """
         step, part, parts = asked.step, asked.part, asked.parts
         keys = sorted(zip(asked.numbers, asked.attempts, strict=True))
@@ -179,7 +178,7 @@ class GradientSum:
 
     Attributes:
         arrays: Summed arrays.
-        numbers: Micro-batches in the sum, once for each addition.
+        numbers: Numbers of the micro-batches in the sum.
         attempts: Attempts of these micro-batches, as in the ledger.
     """
 
@@ -198,7 +197,7 @@ class GradientSum:
         """Adds the gradients of a micro-batch, or an earlier sum."""
         if self.numbers:
             pairs = zip(self.arrays, slices, strict=True)
-            with np.errstate(over="ignore", invalid="ignore"):  # checked at the end
+            with np.errstate(over="ignore", invalid="ignore"):  # ``_check_sum`` checks
                 self.arrays = [a + b for a, b in pairs]
         else:
             self.arrays = [np.array(x) for x in slices]

@@ -27,12 +27,12 @@ from whalejax.wire.swarm_messages import At, StageCall, StageValues
 
 
 Hook = Callable[[str, int], None]
-"""Function called at points of the protocol, with the point's name and the step."""
+"""Function for tests, called with the name of a point of the protocol and the step."""
 
 Part = list[np.ndarray]
 
 TRANSFERS: Final = 2
-"""Most tensors that a peer downloads at once."""
+"""Maximum number of tensors that a peer downloads at the same time."""
 
 
 class StageHolder:
@@ -43,7 +43,7 @@ class StageHolder:
         stage: Stage of the peer; None during a change.
         run: Name of the run, from the registry.
         generation: Newest known generation of that run; -1 before the first.
-        done: Number of calls that have run on the device, also failed ones.
+        done: Number of calls that have run on the device, including failed ones.
         waiting: Number of calls that wait for the device or run on it.
         seconds: Duration of the last call on the device.
         sent_bytes: Bytes of tensors sent to peers of other stages.
@@ -66,8 +66,9 @@ class StageHolder:
             cut: Staged job.
             caller: Client for calls to other processes.
             name: Name of the peer.
-            wire: One of ``WIRES``.
-            sum_wire: One of ``SUM_WIRES``.
+            wire: Wire format of tensors, one of ``WIRES``.
+            sum_wire: Wire format of gradients during their reduction, one of
+                ``SUM_WIRES``.
             pull_seconds: Deadline of a tensor requested from another peer.
             hook: Function called at points of the protocol.
         """
@@ -90,7 +91,7 @@ class StageHolder:
         self._updates: dict[tuple[int, int], StageUpdate] = {}
         self._answers: dict[tuple[int, int, int], StageValues] = {}
         self._packed: tuple[int, np.ndarray] | None = None
-        # All keys begin with the step.
+        # The first element of every key is the step.
         self._held: tuple[dict[Any, Any], ...] = (
             self._tensors,
             self._inputs,
@@ -107,10 +108,10 @@ class StageHolder:
             return max(self._states, default=-1)
 
     def enter(self, run: str) -> None:
-        """Enters a run; only the state of another run is kept.
+        """Enters a run; of an earlier run only the state is kept.
 
         Args:
-            run: Name of the run, in every question of its trainer.
+            run: Name of the run, which every question of its trainer has.
         """
         with self._lock:
             if run != self.run:
@@ -118,7 +119,7 @@ class StageHolder:
                 self.run, self.generation = run, -1
 
     def serve(self, number: int) -> None:
-        """Serves a stage from now on; compiles its programs."""
+        """Compiles the programs of a stage, and then serves it."""
         with self._lock:
             self.stage = None
             self._clear()
@@ -139,7 +140,7 @@ class StageHolder:
         """Returns the stage and the state for a question.
 
         Raises:
-            RefusedRequestError: The question is of another generation, stage or step.
+            RefusedRequestError: The question is for another generation, stage or step.
         """
         before = state_of(asked)
         with self._lock:
@@ -166,7 +167,7 @@ class StageHolder:
         return (asked.run, asked.generation) == now
 
     def _release(self, step: int) -> None:
-        """Drops what no step from this one on reads."""
+        """Drops the values that neither this step nor later ones read."""
         for held in self._held:
             for key in [k for k in held if k[0] < step]:
                 del held[key]
@@ -223,8 +224,8 @@ class StageHolder:
         """Returns another process's answer.
 
         Raises:
-            RefusedRequestError: It gave no answer; ``blame`` names the process at
-                fault.
+            RefusedRequestError: The process gave no answer; its ``blame`` is the
+                argument.
         """
         seconds = self._pull_seconds
         try:

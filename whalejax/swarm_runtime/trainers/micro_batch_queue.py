@@ -1,7 +1,7 @@
 """Leases the micro-batches of one step to trainers.
 
-If a trainer fails or returns a micro-batch, the micro-batch is leased again, with later
-attempt numbers; results with earlier attempt numbers are refused.
+If a trainer fails or returns a micro-batch, the micro-batch is leased again with higher
+attempt numbers. Results with lower attempt numbers are then refused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 
 
 OWN: Final = ""
-"""Name for the primary trainer, which has the registry."""
+"""Name of the primary trainer, which has the registry."""
 
 ATTEMPTS: Final = 1 << 20
-"""Upper bound on the attempts of a trainer at one micro-batch."""
+"""Number of attempt numbers that a lease reserves for its trainer."""
 
 _LOOK_SECONDS: Final = 0.05
 
@@ -50,8 +50,8 @@ class MicroBatchQueue:
         """Starts with all micro-batches waiting.
 
         Args:
-            count: Micro-batches of the step.
-            stop: Event that ends the step at once.
+            count: Number of micro-batches of the step.
+            stop: Event that ends the step immediately.
         """
         self._stop, self._left = stop, count
         self._waiting = deque(range(count))
@@ -72,7 +72,7 @@ class MicroBatchQueue:
             return sum(s.trainer == trainer for s in self._held.values())
 
     def take(self, trainer: str, most: int) -> MicroBatchLease | None:
-        """Leases the next micro-batch to a trainer; None if it gets none now."""
+        """Leases the next micro-batch to a trainer, or returns None."""
         with self._changed:
             if self.is_over or self.leading_count(trainer) >= most:
                 return None
@@ -90,12 +90,12 @@ class MicroBatchQueue:
     def wait_for(
         self, trainer: str, most: Callable[[], int], seconds: float
     ) -> MicroBatchLease | None:
-        """Waits until ``take`` leases a micro-batch; None if it does not.
+        """Waits until ``take`` leases a micro-batch; returns None after the wait.
 
         Args:
             trainer: Name of the trainer, or ``OWN``.
-            most: Function that returns how many leases it may have at once.
-            seconds: Longest wait.
+            most: Function that returns the number of leases that it may have at a time.
+            seconds: Longest wait in seconds.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -124,9 +124,7 @@ class MicroBatchQueue:
             return True
 
     def overdue(self, seconds: float) -> list[MicroBatchLease]:
-        """Returns the leases that a secondary trainer has held for longer than
-        ``seconds``.
-        """
+        """Returns the leases that secondary trainers have had for over ``seconds``."""
         now = time.monotonic()
         with self._changed:
             return [
@@ -136,9 +134,7 @@ class MicroBatchQueue:
             ]
 
     def give_back(self, share: MicroBatchLease) -> bool:
-        """Returns a micro-batch to the primary trainer; returns whether the lease was
-        valid.
-        """
+        """Ends the lease of an unfinished micro-batch; returns whether it was valid."""
         with self._changed:
             if self._held.get(share.number) != share:
                 return False
@@ -151,7 +147,7 @@ class MicroBatchQueue:
 
         Args:
             trainer: Name of the trainer.
-            but: Number and times of the leases that it keeps.
+            but: Number and ``times`` of each lease that the trainer keeps.
 
         Returns:
             Numbers of the micro-batches whose leases were revoked.

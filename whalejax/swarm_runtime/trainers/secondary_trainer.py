@@ -1,8 +1,8 @@
-"""A secondary trainer of a run: leads micro-batches leased by the primary one.
+"""A secondary trainer of a run, which leads micro-batches for the primary trainer.
 
-It loads the micro-batches that it leads and gives them to the peers. It chooses peers
-by its own measurements, and reports to the primary trainer which peers have the
-results. Only the primary trainer ends steps and writes checkpoints.
+It leases micro-batches, loads them and gives them to the peers. It chooses peers by its
+own measurements, and reports to the primary trainer which peers have the results. Only
+the primary trainer ends steps and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SecondaryTrainer(SwarmProcess):
     """A trainer without the registry, in its own threads.
 
     Attributes:
-        led: Number of micro-batches that it led and that count.
+        led: Number of micro-batches that it led and whose results were accepted.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class SecondaryTrainer(SwarmProcess):
             cut: Staged job.
             key: Key of the swarm.
             registry: Address of the registry.
-            host, port: Address on which it listens; peers get micro-batches there.
+            host, port: Address on which it listens, and at which peers get
+                micro-batches.
             wire, sum_wire: Wire formats of tensors and of gradient sums, the same in
                 all processes.
             call_seconds: Deadline of a call.
@@ -88,7 +89,7 @@ class SecondaryTrainer(SwarmProcess):
             tell: Function that reports events.
 
         Raises:
-            WhaleError: The address cannot be listened on.
+            WhaleError: The address is not available.
         """
         super().__init__(
             "trainer",
@@ -122,7 +123,7 @@ class SecondaryTrainer(SwarmProcess):
         return Fleet(
             lambda now: [m for m in self._told if m.expires > now],
             self._cut.stages,
-            seed=secrets.randbelow(1 << 30),  # Trainers should not make equal choices.
+            seed=secrets.randbelow(1 << 30),  # Trainers should choose differently.
             clock=lambda: time.monotonic() + ahead,
         )
 
@@ -137,7 +138,7 @@ class SecondaryTrainer(SwarmProcess):
         self._thread.start()
 
     def close(self) -> None:
-        """Leaves at once; others lead its micro-batches."""
+        """Leaves immediately; other trainers lead its micro-batches."""
         self._ended.set()
         self._stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -194,7 +195,7 @@ class SecondaryTrainer(SwarmProcess):
                 if at[0] != self._at[0]:
                     self._clock_ahead = given.now - time.monotonic()
                     self._fleet = self._new_fleet()
-                self._stop.set()  # The current micro-batches are of a finished step.
+                self._stop.set()  # The current micro-batches belong to a finished step.
                 self._at, self._stop = at, threading.Event()
             self._told = [
                 PeerRecord(
@@ -255,7 +256,7 @@ class SecondaryTrainer(SwarmProcess):
             why = "it is of a step that is over"
         except StageLost as gone:
             why = f"no peer of stage {gone.stage} answers {self.name}"
-        except Exception as error:  # also of the data; the primary trainer checks
+        except Exception as error:  # The primary trainer handles an error in the data.
             why = f"{type(error).__name__}: {error}"[:_MOST_WORDS]
         question = messages.Led(
             **context.at(),
@@ -293,5 +294,5 @@ class SecondaryTrainer(SwarmProcess):
 
 
 def _no_peer(stage: int) -> None:
-    """Raises, since a secondary trainer returns a micro-batch rather than wait."""
+    """Raises ``StageLost``: a secondary trainer does not wait for a peer."""
     raise StageLost(stage)

@@ -1,8 +1,8 @@
 """Secondary trainers of a run, and the micro-batches that they lead.
 
-Secondary trainers request micro-batches and report which peers have the results of
-each. A trainer that is silent for too long or answers no ping is removed; others lead
-its micro-batches.
+Secondary trainers request micro-batches, and report which peers have the results. A
+trainer that is silent for too long or answers no ping is removed, and others lead its
+micro-batches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Pi
 
 
 WAIT_SECONDS: Final = 0.5
-"""Longest wait of a trainer that asks for a micro-batch."""
+"""Longest time in seconds for which a trainer's request for a micro-batch waits."""
 
 SILENT_SECONDS: Final = 2.0
-"""Silence after which a trainer that leads a micro-batch is pinged."""
+"""Seconds of silence after which a trainer that leads a micro-batch is pinged."""
 
 PING_SECONDS: Final = 5.0
 LONGEST_CALLS: Final = 4
-"""Longest time of a leased micro-batch, as a number of call deadlines; if there are
-more stages, one deadline for each."""
+"""Longest time of a lease, in call deadlines; at least one deadline for each stage."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class _Step:
         context: Context of the step.
         routes: Routes of its micro-batches, by number.
         shares: Queue that leases the micro-batches.
-        in_flight: Most micro-batches at once, of all trainers together.
+        in_flight: Maximum number of micro-batches in flight, over all trainers.
     """
 
     context: StepContext
@@ -99,7 +98,7 @@ class TrainerPool:
     # Membership.
 
     def enlist(self, name: str, address: Address) -> None:
-        """Adds a secondary trainer, replacing one of the same name.
+        """Adds a secondary trainer; replaces an earlier one of the same name.
 
         Args:
             name: Unique name for the process.
@@ -117,7 +116,7 @@ class TrainerPool:
             return [trainer.address for trainer in self._trainers.values()]
 
     def status_rows(self) -> list[dict[str, Any]]:
-        """Returns the trainers in ``whalejax swarm show``, the primary one first."""
+        """Returns the trainers' rows of ``whalejax swarm show``, the primary first."""
         with self._lock:
             step = self._step
             held = (lambda name: 0) if step is None else step.shares.leading_count
@@ -157,7 +156,7 @@ class TrainerPool:
             self._lose(name, why)
 
         if step is not None:
-            # The process answers, but its work hangs, for example on its data.
+            # The process answers pings, but its work hangs, for example on its data.
             context = step.context
             seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
             for share in step.shares.overdue(seconds):
@@ -184,7 +183,7 @@ class TrainerPool:
         Args:
             context: Context of the step.
             routes: Routes of its micro-batches, by number.
-            in_flight: Most micro-batches at once, of all trainers together.
+            in_flight: Maximum number of micro-batches in flight, over all trainers.
         """
         shares = MicroBatchQueue(len(routes), context.stop)
         with self._lock:
@@ -199,7 +198,7 @@ class TrainerPool:
             self._step = None
 
     def most(self) -> int:
-        """Returns the most micro-batches that one trainer may lead at once."""
+        """Returns the number of micro-batches that a trainer may lead at a time."""
         with self._lock:
             step = self._step
             trainers = 1 + sum(
@@ -225,7 +224,7 @@ class TrainerPool:
                     self._tell("trainer left", trainer=name)
                 return GivenShare()
             if step is not None:
-                # Requeues those whose lease was lost on the way to the trainer.
+                # Requeue micro-batches whose lease did not reach the trainer.
                 current = step.context.generation, step.context.step
                 leads = [lead for lead in asked.leads if lead[:2] == current]
                 step.shares.lose(name, {(lead[2], lead[3]) for lead in leads})
@@ -253,7 +252,8 @@ class TrainerPool:
         """Records a trainer's report on a micro-batch that it leads.
 
         Raises:
-            RefusedRequestError: It no longer leads it, or the result is invalid.
+            RefusedRequestError: The trainer no longer leads the micro-batch, or the
+                result is invalid.
         """
         step, name, number = self._step, asked.name, asked.number
         share = MicroBatchLease(number=number, times=asked.times, trainer=name)

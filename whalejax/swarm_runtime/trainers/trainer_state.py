@@ -31,12 +31,12 @@ from whalejax.wire.swarm_messages import (
 
 
 STATE_SECONDS: Final = 600.0
-"""Deadline of a stage's state, from peer to peer or to the trainer."""
+"""Deadline in seconds for the download of a stage's state."""
 
 
 PULL_LOOK_SECONDS: Final = 0.5
 GONE_ON: Final = ("missing", "stale")
-"""Kinds of refusals for requests of another step or stage than the peer's."""
+"""Codes of refusals of a request for another step or stage than the peer's."""
 
 Tell = Callable[..., None]
 
@@ -48,16 +48,17 @@ class Settings:
     Attributes:
         steps: Total number of steps.
         call_seconds: Deadline of a call; slower peers are skipped.
-        in_flight: Micro-batches at once; twice the number of peers if 0.
+        in_flight: Maximum number of micro-batches in flight; 0 means twice the number
+            of peers.
         patience_seconds: Longest wait in seconds for a stage without peers.
         snapshot_every: Steps between snapshots, to which a run rolls back if all peers
             of a stage are lost.
         state_seconds: Deadline of a state download.
-        newcomer_seconds: Longest wait in seconds of a step for joining peers that
-            download its state: before its gradients are summed, or, with delayed
-            updates, before it is computed. If 0, it follows from the measured rate of
-            downloads, and a step waits only if ``pays_to_wait``.
-        spare_seconds: Seconds after which a stage without peers gets one from a stage
+        newcomer_seconds: Longest time in seconds for which a step waits for joining
+            peers that download its state. It waits before the gradients are summed or,
+            with delayed updates, before the step is computed. If 0, the time follows
+            from the measured rate of downloads, and a step waits if ``pays_to_wait``.
+        spare_seconds: Seconds after which a stage without peers gets a peer of a stage
             that has several.
     """
 
@@ -77,8 +78,8 @@ class Snapshot:
 
     Attributes:
         step: Number of completed steps.
-        arrays: Arrays of each stage, as ``StagePrograms.raw`` returns them; None at the
-            start of a run, which every peer initialises itself.
+        arrays: Arrays of each stage, as from ``StagePrograms.raw``. None at the start
+            of a run, when every peer initialises its state itself.
     """
 
     step: int
@@ -93,8 +94,8 @@ class _JoiningPeer:
         stage: Stage that it serves.
         keeps: Whether it claims to have the state already.
         at: Generation and step of that state.
-        since: Time of this download's start.
-        ready: Time of its first download's start.
+        since: Time at which this download started.
+        ready: Time at which the peer's first download started.
     """
 
     stage: int
@@ -109,8 +110,8 @@ class SnapshotDownload:
     """A snapshot download in progress.
 
     Attributes:
-        source: Peer that sends it.
-        is_cancelled: Whether nobody waits for it any more.
+        source: Peer that sends the state.
+        is_cancelled: Whether the download is no longer needed.
         thread: Thread that downloads it.
         error: Error of the download, or None.
     """
@@ -126,9 +127,9 @@ class TransferRates:
     """Latest measured costs of a move.
 
     Attributes:
-        bytes_per_second: Rate of a state from peer to peer; 200 Mb/s before the first
-            measurement.
-        compile_seconds: Duration of compiling a stage's programs.
+        bytes_per_second: Rate of a download of a state between peers; 200 Mb/s before
+            the first measurement.
+        compile_seconds: Seconds to compile a stage's programs.
     """
 
     bytes_per_second: float = 25e6
@@ -140,7 +141,7 @@ class TrainerState:
 
     Attributes:
         pace: Measured costs of moves.
-        run_id: Random identifier, in every question.
+        run_id: Random identifier of the run, which every question has.
         moving: Target stage of each moving peer, by name.
     """
 
@@ -188,7 +189,7 @@ class TrainerState:
         return self._snapshot
 
     def _check_now(self, asked: At, *, ahead: int = 0) -> None:
-        """Refuses a question of another run, generation or step."""
+        """Refuses a question about another run, generation or step."""
         now = self._now()
         if self.step < asked.step <= self.step + ahead:
             now["step"] = asked.step
@@ -225,14 +226,14 @@ class TrainerState:
     # Joining peers.
 
     def _bring(self, *, late: bool = True) -> None:
-        """Starts state downloads of joining peers, and of those that are behind.
+        """Starts downloads of the state by joining peers, and by peers that are behind.
 
-        They run during the steps. A peer that has the state before the sum computes
-        micro-batches of that step, or takes part in its sum.
+        Downloads run during the steps. A peer that has the state before the sum
+        computes micro-batches of that step, or takes part in its sum.
 
         Args:
-            late: Whether to include peers whose earlier downloads were too late, at the
-                beginning of a step.
+            late: Whether to include peers whose earlier downloads were too late; only
+                at the beginning of a step.
         """
         members = self.fleet.members()
         with self._lock:
@@ -255,8 +256,8 @@ class TrainerState:
                 and self.moving.get(m.name, m.stage) == m.stage
                 and not self.fleet.is_paused(m)
             ]
-            # Peers that already have it come first, so that others can download from
-            # them.
+            # Peers that already have the state come first, so that others can download
+            # from them.
             coming.sort(key=lambda m: not self._has_state(m))
             for member in coming:
                 keeps = self._has_state(member)
@@ -293,7 +294,7 @@ class TrainerState:
         if self.settings.newcomer_seconds:
             return True
         pairs = zip(coming.values(), takes, strict=True)
-        # Late peers may take as long again.
+        # A peer whose download was late may take as long again.
         left = abs(max(c.since + seconds for c, seconds in pairs) - now)
         lost = [now - c.ready for c in coming.values()]
         return pays_to_wait(lost, len(self.fleet.synced()), left)
@@ -305,7 +306,7 @@ class TrainerState:
     def _begin(self, member: PeerRecord, keeps: bool) -> None:
         sources = self._sources(member)
         if sources is None and not keeps:
-            return  # Its stage has no peer; the run must roll back.
+            return  # No peer has the stage's state, so the run must roll back.
         key = member.name, member.incarnation
         at = self.generation, self.step
         now = self.fleet.now()
@@ -330,8 +331,7 @@ class TrainerState:
     def _sources(self, member: PeerRecord) -> list[Holder] | None:
         """Returns the sources of the state that a peer needs; None if it is lost.
 
-        An empty list means the start of a run, whose state each peer initialises
-        itself.
+        The list is empty at the start of a run, when each peer initialises its state.
         """
         mates = [m for m in self.fleet.usable(member.stage) if m.name != member.name]
         shot = self._snapshot
@@ -363,7 +363,7 @@ class TrainerState:
                 self._late.pop(key, None)
                 return
             if self.generation != at[0]:
-                return  # All restart.
+                return
             late = not failed and (self.step != at[1] or self._is_summing)
             is_first = late and key not in self._late
             if late:
@@ -379,13 +379,13 @@ class TrainerState:
             self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
-        """Checks a peer's reported state; returns False if it is not that of the step.
+        """Checks the digest of a peer's state; returns False if it is wrong.
 
         A report that comes too late is not checked.
         """
         with self._lock:
             if (self.generation, self.step) != at or self._is_summing:
-                return True  # Too late: it restarts with a later step.
+                return True  # Too late: the peer restarts with a later step.
             known = self.digests.setdefault(member.stage, digest)
             if known == digest:
                 self.moving.pop(member.name, None)
@@ -407,10 +407,10 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> tuple[str | None, str]:
-        """Asks a peer to have the state of the step.
+        """Asks a peer to get the state of the step.
 
-        Returns its digest and an empty text, or None and the reason of a failure. No
-        peer is at fault if the sources already have a later state.
+        Returns the state's digest and an empty text, or None and the reason of a
+        failure. If the sources already have a later state, no peer is at fault.
         """
         question = Sync(
             run=self.run_id,
@@ -457,9 +457,9 @@ class TrainerState:
         pull.thread.start()
 
     def _await_snapshot(self) -> None:
-        """Waits for the snapshot: peers drop the state of a step with the next one.
+        """Waits for the snapshot, because peers drop a step's state with the next step.
 
-        It is cancelled, and stays due, if the sending peer is lost.
+        If the sending peer is lost, the snapshot is cancelled and stays due.
         """
         pull, self._pull = self._pull, None
         if pull is None or pull.thread is None:
@@ -499,13 +499,13 @@ class TrainerState:
             self.tell("not_saved", step=self.step, why=why)
 
     def snapshot(self, pull: SnapshotDownload) -> Snapshot | None:
-        """Takes a snapshot of the present state of all stages.
+        """Takes a snapshot of the current state of all stages.
+
+        Args:
+            pull: Record of the download, by which it may be cancelled.
 
         Returns:
             The snapshot; None if no peer gave a stage's state, or after a cancellation.
-
-        Args:
-            pull: Download with its current source, which may be cancelled meanwhile.
         """
         arrays, step = {}, self.step
         for stage in range(self.cut.stages):
@@ -540,7 +540,7 @@ class TrainerState:
                 if pull.is_cancelled:
                     return None
                 if error.code in GONE_ON:
-                    continue  # It moves, or downloads the state itself.
+                    continue  # The peer moves, or is downloading the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
         return None

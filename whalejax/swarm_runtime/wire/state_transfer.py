@@ -1,7 +1,7 @@
 """Transfers a stage's state in pieces between processes.
 
-The same function downloads it at a peer and at the trainer: both know the size of a
-stage's state, so nothing larger is accepted from anyone.
+Peers and the trainer use the same function. Both know the size of a stage's state, so
+they accept nothing larger.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalejax.wire.swarm_messages import StateChunk
 
 
 def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
-    """Returns a part of a state, as an answer."""
+    """Returns the answer with a piece of a state."""
     part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
     return StateChunk(count=piece_count(data.size), digest=digest, arrays=(part,))
 
@@ -34,7 +34,7 @@ def downloaded(
         whose: Name of the sender.
 
     Raises:
-        RefusedRequestError: The data are no state of this stage.
+        RefusedRequestError: The data are not a state of this stage.
     """
     size = cut.state_bytes(stage)
     count, digest = piece_count(size), ""

@@ -1,10 +1,8 @@
 """Encodes tensors for the wire: unchanged, or in 16 or 8 bits.
 
-These are activations and their gradients between stages, and gradients of weights
-during their reduction over the peers of a stage.
-
-The sender stores the coded form too, so that all who read a tensor, at any time, get
-the same values.
+The tensors are activations and their gradients between stages, and gradients of weights
+during their reduction over the peers of a stage. The sender stores the encoded form, so
+that all readers of a tensor get the same values.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
 
     Args:
         arrays: Finite arrays.
-        wire: One of ``WIRES`` or ``SUM_WIRES``; arrays of other types than floats stay
-            unchanged.
+        wire: One of ``WIRES`` or ``SUM_WIRES``. Only floats of over 16 bits are
+            encoded.
     """
     return [_coded(np.asarray(x), wire) for x in arrays]
 
@@ -40,7 +38,7 @@ def _coded(array: np.ndarray, wire: str) -> np.ndarray:
     if not _is_wide(array.dtype):
         return array
     if wire in _SHORT:
-        with np.errstate(over="ignore"):  # callers check for overflow
+        with np.errstate(over="ignore"):  # Callers check for overflow.
             return array.astype(_SHORT[wire])
     if wire == "int8":
         return np.frombuffer(quantize.pack(quantize.quantize(array)), np.uint8)
@@ -109,7 +107,7 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
         whose: Name of the peer that made them.
 
     Raises:
-        RefusedRequestError: Names the array and the number of values.
+        RefusedRequestError: An array has non-finite values.
     """
     for array in arrays:
         if array.dtype.kind in "iub":
@@ -125,5 +123,5 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
 
 
 def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype is a float of more than 16 bits; only those are coded."""
+    """Returns whether a dtype is a float of over 16 bits; only these are encoded."""
     return dtype.kind == "f" and dtype.itemsize > 2

@@ -268,7 +268,7 @@ def test_replicas_are_chosen_on_cpus_and_written_down(
         assert run.wait() == 0, run.told()
         assert audit(run, 4) == pytest.approx(expected_losses(4), rel=1e-6)
         (event,) = run.events("adding_up")
-    assert event["by"] == MESSAGES and "they always are on CPUs" in event["why"]
+    assert event["by"] == MESSAGES and "the default on CPUs" in event["why"]
     assert "2 processes of 1 CPU" in event["why"]
     assert chosen(tmp_path, capsys).why == event["why"]
     said = (tmp_path / "supervisor.log").read_text()

@@ -96,7 +96,7 @@ def test_accelerators_with_short_steps_add_up_by_collectives(
 def test_cpus_add_up_by_messages(width: int) -> None:
     found = choose(plan_of(CPU, width=width), CPU, HOUR)
     assert found.by == MESSAGES
-    assert found.why.startswith("they always are on CPUs")
+    assert found.why.startswith("the default on CPUs")
 
 
 def test_a_model_without_room_in_one_process_is_spread() -> None:
