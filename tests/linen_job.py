@@ -118,4 +118,5 @@ def job(*, batch_size: int = 32, **changes: Any) -> wh.Job:
         optimizer=optax.sgd(0.1),
         batch_size=batch_size,
         name="linen",
+        per_micro_batch=True,  # Batch normalisation sees the samples computed together.
     )

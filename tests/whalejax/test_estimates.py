@@ -315,7 +315,7 @@ def test_host_memory_of_which_nothing_is_known_is_taken_as_asked(
     assert f"{what} in host memory" in str(plan).splitlines()[0]
     assert plan.memory.host_bytes > 0 or not plan.runnable
     assert plan.time.offload_seconds == 0
-    assert sum("is not counted" in note for note in plan.notes) == 1
+    assert sum("are not counted" in note for note in plan.notes) == 1
     assert not plan.what_if(offload=None).offload
 
 
@@ -397,7 +397,7 @@ def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> No
     plan = gpt(batch=48, mesh={"data": 2, "tensor": 2}, zero=2, **asked)
     assert plan.num_micro_batches == 12
     assert not plan.runnable
-    assert any(n.startswith("none runs: zero is 2, and repl") for n in plan.notes)
+    assert any(n.startswith("none runs: zero is 2, but repl") for n in plan.notes)
     assert "it does not run because: one program runs on devices of one kind" in (
         plan.notes
     )
