@@ -231,7 +231,7 @@ def test_a_parameter_without_elements_stays_where_it_is() -> None:
 @pytest.mark.full
 def test_a_cluster_that_does_not_know_its_host() -> None:
     plan = asked(80e9, offload="optimizer", cluster="cpu:8")
-    assert any("is not counted" in note for note in plan.notes)
+    assert any("are not counted" in note for note in plan.notes)
 
 
 # Choosing.
