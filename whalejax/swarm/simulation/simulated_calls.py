@@ -353,7 +353,7 @@ class SimulatedCalls(abc.ABC):
         )
 
     def _recompute(self, peer: SimulatedPeer) -> int:
-        """Repeats a dead peer's work on others; returns the number of lost gradients."""
+        """Repeats a dead peer's work on others; returns how many gradients it lost."""
         calls, peer.calls = peer.calls, {}
         for call in calls.values():
             self._failed(peer, call, is_gone=True)
