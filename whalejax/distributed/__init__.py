@@ -1,1 +1,1 @@
-"""What processes of a launch share: their environment, rendezvous, ports and output."""
+"""Environment, rendezvous, ports and output of the processes of a launch."""

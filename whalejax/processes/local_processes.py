@@ -328,7 +328,7 @@ def _end_of(child: subprocess.Popen[bytes]) -> int:
 
 
 def die_with_parent() -> None:
-    """On Linux, makes this process end with the thread that started it."""
+    """Makes this process end with the thread that started it, if this is Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 

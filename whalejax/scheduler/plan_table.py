@@ -35,8 +35,7 @@ def planned_options(
         job: Job with its model, batches and optimizer.
         cluster: Devices on which it may run.
         numbers: Numbers of devices.
-        batches: Samples of each global batch, the job's own first; default: only its
-            own.
+        batches: Samples of each global batch, the job's own first; default: its own.
         noise_scale: Gradient-noise scale in samples, for larger batches.
         settings: Settings of ``wh.plan``, such as ``precision``.
 

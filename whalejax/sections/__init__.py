@@ -1,5 +1,5 @@
-"""Tables in processes of their own, overlapped with a dense section.
+"""Tables in separate processes, whose work overlaps with a dense section.
 
-``sparse_section`` starts the processes and replaces failed ones; ``pipeline`` passes
-batches, vectors and gradients in order through both sections.
+``sparse_section`` starts the processes and replaces failed ones. ``pipeline`` passes
+batches, vectors and gradients through both sections in order.
 """

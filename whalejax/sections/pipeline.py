@@ -1,13 +1,13 @@
 """Passes batches, vectors and gradients through both sections, in order.
 
-The caller submits batches. For each process of the sparse section one thread asks for
-vectors and one sends gradients; one thread runs the dense section. A lookup of step t
-waits only for the gradients of step t - s - 1, with staleness s. Gradients stay in a
-log until a snapshot of the rows includes them. A process that replaces another receives
-the missing gradients from that log. Their step numbers ensure that each is applied
-once.
+The caller submits batches. For each process of the sparse section, one thread requests
+vectors, and one thread sends gradients. Another thread runs the dense section. With
+staleness s, a lookup of step t waits only for the gradients of step t - s - 1.
+Gradients stay in a log until a snapshot of the rows includes them. A process that
+replaces another receives the missing gradients from the log. By their step numbers it
+applies each only once.
 
-The module is long because all of this shares one lock and one state.
+The module is long because all threads share one lock and one state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from whalejax.wire.section_messages import (
 
 
 LOG_BYTES: Final = 256 << 20
-"""Bytes of a process's gradients and ids that are logged before a snapshot."""
+"""Default bytes of logged gradients and ids after which a process writes a snapshot."""
 
 _CHUNK_BYTES: Final = 64 << 20
 _MOST_LOGS: Final = 4
@@ -68,8 +68,8 @@ class _Rank:
     """A process of the sparse section, from the pipeline's view.
 
     Attributes:
-        begun: Incarnation of the process that was told its rows; -1 before the first.
-        ready: Whether that process answers questions.
+        begun: Incarnation of the process that was last told its rows, or -1.
+        ready: Whether the process answers questions.
         looked_up: Number of steps whose vectors were received.
         acknowledged: Number of steps whose gradients the process has.
         version, durable: Versions of its rows, and of its newest snapshot.
@@ -77,9 +77,9 @@ class _Rank:
         vectors: Vectors that wait for the dense section, by step.
         log: Ids and gradients of steps after ``durable``, by step.
         log_bytes: Bytes in the log.
-        sparse_seconds, wire_seconds: Seconds of questions in the process, and on the
-            way.
-        batch_seconds: Seconds of the batches that it made.
+        sparse_seconds, wire_seconds: Seconds that each question took in the process,
+            and in transfer.
+        batch_seconds: Seconds of each batch that it made.
     """
 
     begun: int = -1
@@ -103,7 +103,7 @@ class _Rank:
     )
 
     def trim(self, version: int) -> None:
-        """Drops log entries that a snapshot of that version includes."""
+        """Drops log entries that a snapshot of ``version`` includes."""
         self.durable, self.version = version, max(version, self.version)
         for step in [step for step in self.log if step < version]:
             self.log_bytes -= _entry_bytes(self.log.pop(step))
@@ -111,7 +111,7 @@ class _Rank:
 
 
 Dense = Callable[[Work, list[Arrays]], tuple[Sequence[Arrays], Mapping[str, Any]]]
-"""Function of a batch and each process's answer; returns each one's gradients, and
+"""Function from a batch and the processes' answers to the processes' gradients, and
 metrics."""
 
 
@@ -119,12 +119,11 @@ class Pipeline:
     """Runs both sections.
 
     Attributes:
-        staleness: Number of newest updates that a lookup does without.
+        staleness: Maximum number of newest updates that a lookup may miss.
         depth: Maximum number of batches in progress.
-        lags: Number of lookups of processes by the number of missing updates.
-        section: The processes.
-        kept: Step after which all processes have kept their rows in a snapshot that is
-            not removed; -1 for none.
+        lags: Number of lookups of processes, by the number of missing updates.
+        section: Processes of the sparse section.
+        kept: Step of the kept snapshots of all processes, which are not removed, or -1.
     """
 
     def __init__(
@@ -139,15 +138,15 @@ class Pipeline:
         kept: int = -1,
         **settings: Any,
     ) -> None:
-        """Starts the processes; their rows are zeros, or the kept ones.
+        """Starts the processes, with rows of zeros or from the kept snapshots.
 
         Args:
             ranks: Number of processes.
-            staleness, depth: See the attributes.
+            staleness, depth, kept: Values of the attributes.
             begin: Function from a rank to the first message to its process.
-            dense: The dense section.
-            log_bytes: Bytes of a process's gradients that are logged before a snapshot.
-            kept: See the attribute.
+            dense: Function that runs the dense section on a batch.
+            log_bytes: Bytes of logged gradients and ids after which a process writes a
+                snapshot.
             settings: Other arguments of ``SparseSection``.
         """
         self.staleness, self.depth, self.kept = staleness, depth, kept
@@ -189,10 +188,10 @@ class Pipeline:
     # For the caller.
 
     def submit(self, work: Work) -> None:
-        """Submits a batch; waits while the maximum number is in progress.
+        """Submits a batch; waits while ``depth`` batches are in progress.
 
         Args:
-            work: The batch.
+            work: Batch to submit.
 
         Raises:
             WhaleError: A section failed.
@@ -218,7 +217,7 @@ class Pipeline:
         """Returns a batch that a process makes, and its ids.
 
         Args:
-            rank: The process.
+            rank: Rank of the process.
             step: Number of the step.
         """
         answer, _ = self._ask_until_answered(rank, MakeBatch(step=step))
@@ -227,7 +226,7 @@ class Pipeline:
         return list(answer.arrays)
 
     def flush(self) -> int:
-        """Waits until all updates are applied and kept; returns the number of steps.
+        """Waits until all updates are applied and saved; returns the number of steps.
 
         Raises:
             WhaleError: A section failed.
@@ -249,7 +248,7 @@ class Pipeline:
         return wanted
 
     def clear(self) -> None:
-        """Resets rows to zeros in all processes, after work in progress is done."""
+        """Waits for work in progress, and resets the rows of all processes to zeros."""
         with self._cond:
             self._wait(lambda: self._done == self._submitted)
             self._runs, self.kept = False, -1
@@ -257,7 +256,7 @@ class Pipeline:
             self._ask_until_answered(rank, self._begin(rank))
 
     def begin_at(self, step: int) -> None:
-        """Declares the written rows to be those after a number of steps.
+        """Declares that the written rows are the rows after a number of steps.
 
         Args:
             step: Number of steps.
@@ -292,10 +291,10 @@ class Pipeline:
     def put_rows(
         self, rank: int, width: int, state: str, first: int, rows: np.ndarray
     ) -> None:
-        """Replaces rows of a process, before it begins.
+        """Replaces rows of a process, before the run begins.
 
         Args:
-            rank: The process.
+            rank: Rank of the process.
             width, state, first, rows: Arguments of ``SparseRows.write``, unchanged.
         """
         size = max(1, _CHUNK_BYTES // max(1, rows[:1].nbytes))
@@ -312,7 +311,7 @@ class Pipeline:
         """Returns all rows of a buffer of a process, after ``flush``.
 
         Args:
-            rank: The process.
+            rank: Rank of the process.
             width, state: Arguments of ``SparseRows.read``, unchanged.
             count: Number of rows.
             row_bytes: Bytes of one row.
@@ -328,8 +327,10 @@ class Pipeline:
         return np.concatenate(parts)
 
     def seconds(self) -> tuple[list[float], list[float], list[float], float]:
-        """Returns mean seconds of a step: of each process, of its transfers and of the
-        batches that it makes; and of the dense section.
+        """Returns mean seconds of a step.
+
+        These are lists of the seconds of each process, of its transfers and of the
+        batches that it makes, and then the seconds of the dense section.
         """
 
         def mean(values: deque[float]) -> float:
@@ -363,7 +364,7 @@ class Pipeline:
             self._cond.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Waits for the sections, with the lock held."""
+        """Waits for a condition, with the lock held."""
         self._cond.wait_for(lambda: self._failure is not None or self._over or is_so())
         if self._failure is not None:
             raise WhaleError(
@@ -404,7 +405,7 @@ class Pipeline:
     def _ask_until_answered(
         self, rank: int, question: Question[Any], num_bytes: int = 0
     ) -> tuple[Any, float]:
-        """Asks a process, or the one that replaces it, until one answers.
+        """Asks a process and its replacements until one answers.
 
         Returns the answer, and the seconds that the last question took.
         """
@@ -425,7 +426,7 @@ class Pipeline:
 
     @staticmethod
     def _has_log(own: _Rank, limit: int) -> bool:
-        """Whether a snapshot would shorten a log by ``limit`` bytes."""
+        """Whether a snapshot would shorten a log of at least ``limit`` bytes."""
         entries = own.version - own.durable
         return entries > 0 and own.log_bytes * entries > limit * len(own.log)
 
@@ -480,7 +481,7 @@ class Pipeline:
                 self._send_update(rank)
 
     def _begin_again(self, rank: int) -> None:
-        """Tells a new process which rows it holds, and restores them."""
+        """Tells a replacing process which rows it has, and restores them."""
         own, found = self._ranks[rank], self.section.at(rank)
         if found is None:
             return

@@ -1,7 +1,7 @@
 """Requests to a process for a batch: ids by sample, or each distinct row once.
 
-If the vectors of a buffer are single rows, not sums, a batch may need fewer distinct
-rows than vectors. Then each row is requested and sent once. Its gradients are summed
+If each vector of a buffer is a single row, a batch may need fewer distinct rows than
+vectors. Then each row is requested and sent once. The gradients of a row are summed
 here, in the same order as in the process, so that results are bitwise equal.
 """
 
@@ -19,7 +19,7 @@ from whalejax.tables.layout import TableLayout, WidthLayout
 
 
 _WORTH: Final = 0.8
-"""Largest ratio of distinct rows to vectors at which distinct rows are requested."""
+"""Maximum ratio of distinct rows to vectors at which distinct rows are requested."""
 
 _LEAST_PIECE: Final = 16
 
@@ -46,7 +46,7 @@ class ProcessRequests:
         """Finds the buffers whose vectors are single rows.
 
         Args:
-            layout: Buffers and columns.
+            layout: Layout of buffers and columns.
         """
         self._layout = layout
         self._columns = [
@@ -109,9 +109,9 @@ class ProcessRequests:
 
 
 def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
-    """Returns the column of each slot (-1 for none).
+    """Returns the column of each slot, or -1 for a slot without a column.
 
-    None if a slot sums several columns, or there are no slots.
+    It returns None if a slot sums several columns, or there are no slots.
     """
     used = np.flatnonzero(each.low[rank] < each.high[rank])
     slots = each.slot[rank][used]
@@ -125,9 +125,9 @@ def _columns_of_slots(each: WidthLayout, rank: int) -> np.ndarray | None:
 def _distinct_rows(
     each: WidthLayout, rank: int, ids: np.ndarray, columns: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns distinct rows and each vector's index among them.
+    """Returns the distinct rows, and each vector's index among them.
 
-    Returns the ids and None if that moves fewer bytes.
+    If ids move fewer bytes, it returns the ids and None.
     """
     if columns is None:
         return ids, None

@@ -25,10 +25,10 @@ from whalejax.wire.section_messages import Begin
 )
 @dataclass(frozen=True, slots=True)
 class RemoteTables:
-    """Handle of tables in other processes, with the tables of this one.
+    """Handle of tables in other processes, with the tables on this process's devices.
 
     Attributes:
-        number: Index of the state among those that were started there.
+        number: Index of the state among the states that were started in the processes.
         beside: Tables on the dense part's devices, or None.
     """
 
@@ -44,7 +44,7 @@ class RemoteStore:
         layout: Buffers of the placement.
         optimizer: Update rule of rows, which defines their state.
         dtype: Element type of all tables.
-        pipeline: The processes.
+        pipeline: Pipeline with the processes.
         begun: Number of states that were started there, as a list of one element.
         beside: Store of the tables on the dense part's devices, or None.
         forget: Function without arguments, called when rows are reset.
@@ -59,7 +59,7 @@ class RemoteStore:
     forget: Callable[[], None] = lambda: None
 
     def by_row(self, kind: str) -> bool:
-        """Returns whether a state array has one number a row.
+        """Returns whether a state array has one number for each row.
 
         Args:
             kind: Name of the state array.
@@ -67,7 +67,7 @@ class RemoteStore:
         return self.optimizer.state_width(kind, 2) == 1
 
     def makes_on_devices(self, name: str) -> bool:
-        """Returns whether ``create`` can make a table: if it is on the devices.
+        """Returns whether a table is on the devices, where ``create`` can make it.
 
         Args:
             name: Path of the table.
@@ -103,7 +103,7 @@ class RemoteStore:
         Args:
             tables: All tables.
             name: Path of the table.
-            values: The complete table, or the state array.
+            values: Complete table, or complete state array.
             kind: Name of the state array, or None for the table.
         """
         if self.beside is not None and name in self.beside.shapes:
@@ -120,7 +120,7 @@ class RemoteStore:
         return tables
 
     def collect(self, tables: RemoteTables, kind: str | None) -> dict[str, np.ndarray]:
-        """Returns all complete tables, or a state array of each, by path, on the host.
+        """Returns all complete tables, or their state arrays, on the host by path.
 
         Args:
             tables: All tables, after ``Pipeline.flush``.
@@ -165,9 +165,9 @@ def begin_message(
         layout: Buffers of the placement.
         optimizer: Update rule of rows.
         dtype: Element type of all tables.
-        rank: The rank.
-        staleness: Number of newest updates that a lookup does without.
-        job: Name, settings and batch size of a job whose processes make batches, or
+        rank: Rank of the process.
+        staleness: Maximum number of newest updates that a lookup may miss.
+        job: Name, settings and batch size of a job whose batches the process makes, or
             None.
     """
     model, settings, batch_size = job or ("", {}, -1)
@@ -190,7 +190,7 @@ def rank_ids(layout: TableLayout, ids: np.ndarray) -> list[np.ndarray]:
 
     Args:
         layout: Buffers and columns.
-        ids: ``int32[samples, ids]``, of all lookups, concatenated.
+        ids: Concatenated ids of all lookups, ``int32[samples, ids]``.
     """
     from whalejax.tables.recognize import NO_ID
 

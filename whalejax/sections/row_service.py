@@ -47,16 +47,15 @@ BatchMaker: TypeAlias = Callable[[int], Sequence[np.ndarray]]
 """Function from a step number to its batch's leaves, and the ids of all lookups."""
 
 MakerFinder: TypeAlias = Callable[[str, Mapping[str, Any], int], BatchMaker]
-"""Function that finds the ``BatchMaker`` of a job by its name, settings and batch
-size."""
+"""Function from the name, settings and batch size of a job to its ``BatchMaker``."""
 
 
 def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:
-    """Returns the arguments of ``width_layout`` for one rank.
+    """Returns one rank's arrays of a layout, for ``width_layout``.
 
     Args:
         each: Layout of a buffer on all ranks.
-        rank: The rank.
+        rank: Rank of the process.
     """
     names = "modulus", "residue", "low", "high", "base", "slot"
     return [getattr(each, name)[rank : rank + 1] for name in names]
@@ -97,7 +96,7 @@ class RowService:
 
         Args:
             folder: Folder of this process's snapshots.
-            find_maker: Finds the function that makes batches.
+            find_maker: Function that finds the ``BatchMaker`` of a job.
         """
         self._folder, self._find_maker = folder, find_maker
         self._rows: SparseRows | None = None

@@ -1,9 +1,9 @@
 """Hosts of processes with tables, and the state that outlives the dense part's process.
 
 The process with the dense part may be killed. Its replacement starts from a folder.
-Every few steps, its own state and the rows of every process after the same step are
-written there. Once all are written, a record names the step. None of these files is
-removed until the next record.
+Every few steps, the dense part's state and the rows of every process after the same
+step are written to the folder. Once all are written, a record names the step. These
+files stay until the next record is written.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SectionRun:
     """Hosts of the processes of two sections, and the folder of their kept state.
 
     Attributes:
-        folder: Folder of keys, logs and snapshots, at the same path on all hosts; None
-            creates a temporary one on this machine.
-        keep_every: Steps between writes of the state to the folder, from which a
-            replacement of this process starts; None keeps nothing.
-        hosts: Hosts of the processes that hold tables, assigned in turn.
-        host: Address at which they reach this machine.
+        folder: Folder of keys, logs and snapshots, at the same path on all hosts. None
+            creates a temporary folder on this machine.
+        keep_every: Steps between writes of the state, from which a replacement of this
+            process starts; None writes no state.
+        hosts: Hosts to which the processes with tables are assigned in turn.
+        host: Address at which these hosts reach this machine.
         remote_shell: Words before the name of a host and a command for it.
     """
 
@@ -80,18 +80,18 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeptState:
-    """A folder that keeps the state after some steps.
+    """A folder with the state after some steps, for a replacement of this process.
 
     Attributes:
-        folder: The folder, created if it does not exist.
-        step: Number of steps of the kept state; -1 for none.
+        folder: Path of the folder, which is created if it does not exist.
+        step: Number of steps of the state; -1 without a state.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Reads the record of the kept state.
 
         Args:
-            folder: The folder.
+            folder: Path of the folder.
 
         Raises:
             WhaleError: The folder cannot be created, or its record is damaged.
@@ -123,7 +123,7 @@ class KeptState:
         return self.folder / _DENSE.format(step)
 
     def begin(self, step: int) -> Path:
-        """Returns the path for the dense part's state, after removal of leftovers.
+        """Removes incomplete files, and returns the path for the dense part's state.
 
         Args:
             step: Number of steps.
@@ -148,6 +148,6 @@ class KeptState:
                 shutil.rmtree(other, ignore_errors=True)
 
     def forget(self) -> None:
-        """Removes the record, as a new run begins."""
+        """Removes the record, when another run begins."""
         (self.folder / _RECORD).unlink(missing_ok=True)
         self.step = -1

@@ -1,7 +1,7 @@
-"""Snapshots of a process's rows in a folder; the newest complete one counts.
+"""Snapshots of a process's rows in a folder, of which the newest complete one is used.
 
-They survive the process but not the machine: state lost with a machine is restored from
-a checkpoint.
+Snapshots survive the process but not the machine. After the loss of a machine, the
+state comes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def read_snapshot(folder: Path, version: int = -1) -> dict[str, np.ndarray] | No
 
     Args:
         folder: Folder of the snapshots.
-        version: Version of the snapshot to read; newer ones, of steps that will be
-            repeated, are removed. -1 for the newest.
+        version: Version of the snapshot to read; newer snapshots are removed, because
+            their steps will be repeated. -1 reads the newest.
     """
     for path in folder.glob("rows-*.npz") if version >= 0 else ():
         if path.name > _NAME.format(version):

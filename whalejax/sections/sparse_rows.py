@@ -1,10 +1,10 @@
 """Rows of one process of the sparse section, and the updates applied to them.
 
 Rows of version v have the updates of the steps before v, each applied once and in
-order. With staleness s, a lookup of step t reads version t - s (the first version if t
-< s), in any order of arrival. An update is applied as soon as all earlier ones are
-applied and no lookup needs the rows without it. So losses do not depend on timing, and
-a process that replaces another returns the same vectors.
+order. With staleness s, a lookup of step t reads version t - s, or the first version if
+t < s. Lookups may arrive in any order. An update is applied once all earlier updates
+are applied and no lookup needs the rows without it. So losses do not depend on timing,
+and a process that replaces another returns the same vectors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowsRead:
     """Result of a lookup.
 
     Attributes:
-        vectors: For each buffer ``[samples, elements]``, or the named rows.
+        vectors: For each buffer, vectors ``[samples, elements]`` or the requested rows.
         version: Number of steps whose updates the rows included.
         seconds: Duration in seconds.
     """
@@ -59,8 +59,8 @@ class SparseRows:
     """Rows, their optimizer's state and pending updates.
 
     Attributes:
-        widths: Layout of each buffer; its arrays are those of this process.
-        staleness: Number of newest updates that a lookup does without.
+        widths: Layout of each buffer, with the arrays of this process.
+        staleness: Maximum number of newest updates that a lookup may miss.
         version: Number of steps whose updates the rows include.
     """
 
@@ -74,7 +74,7 @@ class SparseRows:
         """Makes rows of zeros with the initial state.
 
         Args:
-            widths, staleness: See the attributes.
+            widths, staleness: Values of the attributes.
             optimizer: Update rule of rows.
             dtype: Element type of the rows.
         """
@@ -104,11 +104,11 @@ class SparseRows:
         )
 
     def begin(self, version: int, first: int) -> None:
-        """Declares the current rows to be those after a number of steps.
+        """Declares that the current rows are the rows after a number of steps.
 
         Args:
             version: Number of steps whose updates the rows include.
-            first: Steps at the run's beginning; no lookup reads an older version.
+            first: Version at the start of the run; no lookup reads an older one.
         """
         with self._lock:
             self.version = self._allowed = version
@@ -117,11 +117,11 @@ class SparseRows:
             self._pending.clear()
 
     def commit(self, version: int, *, is_fresh: bool) -> None:
-        """Applies all updates of a number of steps, and continues from there.
+        """Applies all updates up to a version, and continues from it.
 
         Args:
             version: Number of steps.
-            is_fresh: Whether the rows were written with these updates.
+            is_fresh: Whether the rows already include these updates.
 
         Raises:
             WrongVersionError: An update is missing.
@@ -169,9 +169,9 @@ class SparseRows:
 
         Args:
             step: Step number of the gradients.
-            gradients: For each buffer gradients of the vectors, or of the named rows.
-            ids: Ids of the lookup, if this process may not know them.
-            received: Number of steps whose vectors were received.
+            gradients: For each buffer, gradients of the vectors or requested rows.
+            ids: Ids of the lookup, if this process may lack them.
+            received: Number of steps whose vectors the dense section has received.
 
         Raises:
             MissingIdsError: The step was not looked up here, and no ids are given.
@@ -200,7 +200,7 @@ class SparseRows:
     # Current rows.
 
     def read(self, width: int, state: str, first: int, count: int) -> np.ndarray:
-        """Returns some rows of a buffer, or of a state array of it.
+        """Returns some rows of a buffer, or of one of its state arrays.
 
         Args:
             width: Width of the buffer.
@@ -212,11 +212,11 @@ class SparseRows:
             return np.array(whole[first : first + count])
 
     def write(self, width: int, state: str, first: int, rows: np.ndarray) -> None:
-        """Replaces some rows of a buffer, or of a state array of it.
+        """Replaces some rows of a buffer, or of one of its state arrays.
 
         Args:
             width, state, first: Arguments of ``read``, unchanged.
-            rows: New values.
+            rows: Values to write.
         """
         with self._lock:
             held = self._states[width] if state else self._buffers

@@ -1,8 +1,7 @@
-"""Processes of the sparse section: started, watched, and replaced if they fail.
+"""Starts, monitors and replaces the processes of the sparse section.
 
-They are processes of this machine, as ``whalejax.processes`` starts them, or of other
-hosts by ssh, and use the wire of all runs. ``whalejax.membership`` decides which
-process is given up, and when a run is.
+The processes run on this machine, or on other hosts by ssh. ``whalejax.processes``
+starts them, and ``whalejax.membership`` decides about restarts and the end of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PROGRAM: Final = "whalejax.api.sparse_process"
 """Module that a process of the section runs."""
 
 ANSWER_SECONDS: Final = 60.0
-"""Time without an answer after which a process is replaced."""
+"""Seconds without an answer after which a process is replaced."""
 
 _SLOWEST_BYTES_PER_SECOND: Final = 1e7
 _LONGEST_TURN_SECONDS: Final = 5.0
@@ -78,10 +77,10 @@ class SparseSection:
 
         Args:
             count: Number of processes.
-            notify: Called when a process has registered or ended.
-            fail: Called with the error when the run is given up.
-            run: Hosts and folder of the run; None for processes only on this machine.
-            answer_seconds: Time without an answer after which a process is replaced.
+            notify: Function called when a process has registered or ended.
+            fail: Function called with the error when the run is given up.
+            run: Hosts and folder of the run; None starts all on this machine.
+            answer_seconds: Seconds without an answer after which a process is replaced.
         """
         self.count, self.replaced = count, 0
         self._notify, self._fail, self._seconds = notify, fail, answer_seconds
@@ -92,7 +91,7 @@ class SparseSection:
             if self._run.folder is None
             else Path(self._run.folder)
         )
-        for left in self.folder.glob("run-*"):  # Left by a killed process.
+        for left in self.folder.glob("run-*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         self._key_path = self.folder / f"run-{os.getpid()}-{time.time_ns()}" / "key"
         self._key_path.parent.mkdir(parents=True)
@@ -104,7 +103,7 @@ class SparseSection:
             [*map(_name, range(count))], leads=False, what="the sparse section"
         )
         logs = log_folder(self.folder / "logs")
-        # The loop says a line when a process has ended.
+        # ``LocalRun`` calls this with a line when a process has ended.
         self._loop = LocalRun(self, logs, say=lambda _: notify(), asks=())
         self._lock = self._loop.lock
         self._slots = [_Slot() for _ in range(count)]
@@ -145,7 +144,7 @@ class SparseSection:
         """Returns (incarnation, address) of a rank's process; None until registered.
 
         Args:
-            rank: The rank.
+            rank: Rank of the process.
         """
         with self._lock:
             slot = self._slots[rank]
@@ -204,7 +203,7 @@ class SparseSection:
     def _manage(self) -> None:
         try:
             end = self._loop.run()
-        except Exception as error:  # Otherwise the error would be lost.
+        except Exception as error:  # A thread's error would be lost.
             self._fail(error)
             return
         if end.how is not Ending.COMPLETE:

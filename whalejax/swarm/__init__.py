@@ -1,6 +1,6 @@
 """SWARM parallelism: stages served by pools of different peers that may join and leave.
 
-Its decisions (wiring, ledger, rebalancing) take the time as an argument and open no
-socket. So a simulator with a virtual clock runs the same code as a live run, which is
-in ``whalejax.swarm_runtime``.
+The code of its decisions takes the time as an argument and opens no socket. So a
+simulator with a virtual clock runs the same code as a live run, which is in
+``whalejax.swarm_runtime``.
 """

@@ -1,7 +1,7 @@
-"""Churn traces as data: peers that join a swarm, leave it, die or change speed.
+"""Churn traces: lists of peers that join a swarm, leave it, die or change speed.
 
-A recorded trace makes a simulation repeatable, and a live run can follow it: events
-with times in seconds, read from and written to CSV, or drawn from a seed.
+A trace has events with times in seconds. It is stored as CSV, or drawn from a seed.
+Simulations and live runs can repeat it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ COLUMNS: Final = (
 class PeerEventKind(StrEnum):
     """Kinds of events of a peer.
 
-    ``JOIN``: it joins. ``LEAVE``: it leaves in order, after its calls. ``KILL``: its
-    connections break. ``STOP``: it is silent, and its calls time out. ``SPEED``: its
-    speed changes.
+    - ``JOIN``: It joins.
+    - ``LEAVE``: It finishes its calls, and leaves.
+    - ``KILL``: It dies, and its connections break.
+    - ``STOP``: It becomes silent, and its calls time out.
+    - ``SPEED``: Its speed changes.
     """
 
     JOIN = "join"
@@ -51,8 +53,8 @@ class PeerLink:
     """Link between a peer and all others.
 
     Attributes:
-        up_bytes_per_second: Largest sending rate.
-        down_bytes_per_second: Largest receiving rate.
+        up_bytes_per_second: Maximum rate of sending.
+        down_bytes_per_second: Maximum rate of receiving.
         latency_seconds: One-way latency.
     """
 
@@ -69,8 +71,8 @@ class ChurnEvent:
         time: Seconds from the start of the trace.
         event: Kind of the event.
         peer: Name of the peer.
-        speed: Speed relative to the peer for which the stages' seconds are given; for
-            joins and changes of speed.
+        speed: Speed after a join or change of speed, relative to the peer for which the
+            stages' seconds are given.
         link: Link of a joining peer.
     """
 
@@ -83,7 +85,7 @@ class ChurnEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Distribution of traces; lifetimes and gaps are exponential.
+    """Random distribution of traces, with exponential lifetimes and gaps of joins.
 
     Attributes:
         peers: Number of peers at the start.
@@ -91,7 +93,7 @@ class Churn:
         join_seconds: Mean time between joins; infinite without joins.
         seconds: Length of the trace.
         speeds: Speeds of peers, drawn with equal probability.
-        silent: Fraction of the deaths that are silent; the others break connections.
+        silent: Fraction of deaths that are silent; other deaths break connections.
         link: Link of every peer.
     """
 
@@ -105,7 +107,7 @@ class Churn:
 
 
 def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
-    """Draws a trace, the same for the same seed.
+    """Draws a trace; equal seeds give equal traces.
 
     Args:
         churn: Distribution to draw from.
@@ -169,11 +171,11 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
     """Returns the trace in a CSV file, in order of time.
 
     Args:
-        path: Path of a file with the columns ``time``, ``event`` and ``peer``; the
-            others of ``COLUMNS`` may be missing or empty.
+        path: Path of a file with the columns ``time``, ``event`` and ``peer``. Other
+            columns of ``COLUMNS`` may be missing or empty.
 
     Raises:
-        WhaleError: The file cannot be read; lists every wrong line.
+        WhaleError: The file cannot be read, or has wrong lines.
     """
     try:
         text = read_text(path)

@@ -12,9 +12,9 @@ NEWCOMER_SECONDS: Final = 10.0
 """Seconds that a step may always wait for peers that download its state."""
 
 SPARE_SECONDS: Final = 10.0
-"""Seconds after which a stage without peers gets one of another stage."""
+"""Seconds after which a stage without peers gets a peer of another stage."""
 
 PAUSE_SECONDS: Final = 1.0
-"""Seconds before a failed peer gets the state again; doubled each time."""
+"""Seconds before a failed peer gets the state again, doubled after each failure."""
 
 MOST_PAUSE_SECONDS: Final = 300.0

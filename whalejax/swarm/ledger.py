@@ -1,10 +1,10 @@
-"""Ledger of one step's calls: each micro-batch counts exactly once, if peers fail too.
+"""Ledger of one step's calls: each micro-batch counts once, even after failures.
 
-For each stage and micro-batch, the ledger of a step knows the attempt that counts. A
-repeated call has a higher attempt, so a late answer of the abandoned call is recognised
-and never counts. A step is committed by an assignment that has each micro-batch of a
-stage exactly once. Each change is recorded, so that ``count_lost_and_doubled`` can
-check this later, from the peers' reports.
+For each stage and micro-batch, the ledger knows the attempt that counts. A repeated
+call has a higher attempt number, so a late answer of the abandoned call never counts.
+A step is committed with an assignment of micro-batches to peers that has each
+micro-batch of a stage exactly once. Each change is recorded, so that
+``count_lost_and_doubled`` can check this later.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from whalejax.meshes.errors import WhaleError
 
 
 Write = Callable[[str, Mapping[str, object]], None]
-MOST_NAMED: Final = 8  # numbers that an error lists
+MOST_NAMED: Final = 8  # maximum number of micro-batches that an error lists
 
 
 class Phase(StrEnum):
-    """Kinds of computation of a call."""
+    """Kinds of calls of a stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -32,8 +32,9 @@ class Phase(StrEnum):
 class Verdict(StrEnum):
     """Results of recording an answer.
 
-    ``COUNTED``: it counts. ``LATE``: its attempt was abandoned or its peer lost.
-    ``DUPLICATE``: this attempt was already counted.
+    - ``COUNTED``: The answer counts.
+    - ``LATE``: The attempt was abandoned, or its peer was lost.
+    - ``DUPLICATE``: The attempt was already counted.
     """
 
     COUNTED = "counted"
@@ -43,7 +44,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A call; the attempt's number is unique in its stage, phase and micro-batch."""
+    """An attempt at a call, with a number among those of the same call."""
 
     stage: int
     number: int
@@ -55,7 +56,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Task:
-    """Call that is still to be made, for the first time or again."""
+    """Call that must be made or repeated."""
 
     stage: int
     number: int
@@ -104,8 +105,8 @@ class Ledger:
             step: Number of the step.
             stages: Number of stages of the model.
             micro_batches: Micro-batches of the step, over all trainers.
-            write: Function that receives each record, as an event's name and its
-                fields, before any consequence; for instance ``write`` of a journal.
+            write: Function that receives the name and fields of each record before the
+                record takes effect, such as ``write`` of a journal.
         """
         if step < 0 or stages < 1 or micro_batches < 1:
             raise WhaleError(
@@ -127,7 +128,7 @@ class Ledger:
     def begin(
         self, stage: int, number: int, phase: Phase, peer: str, incarnation: int
     ) -> Attempt:
-        """Begins a call, and abandons any other attempt at it.
+        """Begins an attempt at a call, and abandons earlier attempts at it.
 
         Args:
             stage: Stage of the call.
@@ -172,7 +173,7 @@ class Ledger:
                 cell.newest = max(cell.newest, first)
 
     def take_in(self, attempt: Attempt, trainer: str) -> Verdict:
-        """Counts a call that another trainer made and whose answer it has.
+        """Counts a finished call of another trainer.
 
         Args:
             attempt: Attempt of the call.
@@ -208,7 +209,7 @@ class Ledger:
         return self._is_done_now(cell, attempt)
 
     def give_up(self, attempt: Attempt) -> None:
-        """Records that a call failed or timed out: its answer no longer counts."""
+        """Records that a call failed or timed out, so that its answer never counts."""
         cell = self._cell(attempt.stage, attempt.number, attempt.phase)
         if cell.current == attempt and not cell.is_done:
             self._record("given up", _fields(attempt))
@@ -217,12 +218,12 @@ class Ledger:
     def lost_with(self, peer: str, incarnation: int) -> tuple[Task, ...]:
         """Records the loss of a peer; returns its pending calls and lost gradients.
 
-        A finished forward call stays done: the trainer has its result. A sealed
-        assignment with the peer is unsealed.
+        A finished forward call stays done, because the trainer has its result. The
+        ledger is unsealed if its assignment has the peer.
 
         Args:
             peer: Name of the peer.
-            incarnation: Lost incarnation; earlier ones are lost, too.
+            incarnation: Lost incarnation; earlier incarnations are lost too.
         """
         if self._commit.digests:
             return ()
@@ -238,8 +239,7 @@ class Ledger:
         return self._cell(stage, number, phase).is_done
 
     def assignment(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Returns the micro-batches that each peer of a stage sums; each is at one
-        peer.
+        """Returns the micro-batches that each peer of a stage sums.
 
         Args:
             stage: Number of the stage.
@@ -287,7 +287,7 @@ class Ledger:
     def summed(
         self, stage: int, added: Mapping[str, tuple[list[int], list[int]]]
     ) -> None:
-        """Records that a stage's peers have its sum; later losses do not affect it.
+        """Records that a stage's peers have its sum, which later losses do not affect.
 
         Args:
             stage: Number of the stage.
@@ -317,10 +317,10 @@ class Ledger:
         return Counter(c.current.peer for c in cells if c.is_done and c.current)
 
     def seal(self) -> int:
-        """Seals the complete stages before summation; returns the round's number.
+        """Seals the assignment before summation, and returns the number of the round.
 
-        The loss of a peer unseals the ledger, and the next seal has a higher number:
-        sums of an earlier round must be discarded.
+        The loss of a peer unseals it. The next round then has a higher number, and
+        sums of earlier rounds must be discarded.
         """
         for stage in range(self.stages):
             self.assignment(stage)
@@ -424,7 +424,7 @@ def check_partition(
         where: Name of the assignment, for the error.
 
     Raises:
-        WhaleError: A micro-batch is missing, occurs twice or is not of the step.
+        WhaleError: A micro-batch is missing, occurs twice or is unknown.
     """
     named: dict[int, list[str]] = {}
     for peer, numbers in assignment.items():
@@ -456,10 +456,10 @@ def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]
 
 
 def count_lost_and_doubled(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Counts micro-batches of committed steps in no sum, and in more than one.
+    """Counts micro-batches of committed steps that are in no sum, or in several sums.
 
-    The counts come from the peers' reports on the applied sums; each micro-batch of
-    each stage counts at most once.
+    The counts come from the peers' reports on the applied sums. Each micro-batch of
+    each stage adds at most 1.
 
     Args:
         records: Records of a journal, in order.

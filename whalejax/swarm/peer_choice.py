@@ -1,9 +1,9 @@
 """Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
 The rule is SWARM's (Ryabinin et al. 2023, section 3.2). Each peer has a virtual time.
-The next call goes to the peer with the smallest one, which grows by the call's expected
-seconds. Over time each peer gets calls in proportion to its speed. One ``StageWiring``
-is one trainer's view of one stage; nothing in it reads a clock.
+The next call goes to the peer with the smallest virtual time, which then grows by the
+call's expected seconds. So each peer gets calls in proportion to its speed. A
+``StageWiring`` has one trainer's view of one stage, and reads no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 FORWARD_TASK: Final = 1.0
-BACKWARD_TASK: Final = 2.5  # in forward passes; from the paper's code
+BACKWARD_TASK: Final = 2.5  # forward passes, as in the paper's code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,15 +30,15 @@ class _Peer:
         incarnation: Incarnation of its process, as last announced.
         expires: Time at which its announcement ends.
         virtual_time: Seconds of assigned work, from a common origin.
-        entry: Number of its latest entry in the heap; older ones are skipped.
-        weighted_seconds: Uncorrected moving average of the seconds per task.
-        weight: Share of measurements in the average; 1 after many.
+        entry: Number of its newest entry in the heap; older entries are skipped.
+        weighted_seconds: Moving average of the seconds per task, times ``weight``.
+        weight: Total weight of the measurements in the average; it approaches 1.
         guessed_tasks: Tasks charged before the first measurement.
         guessed_seconds: Seconds charged for ``guessed_tasks``.
         in_flight: Pending calls of this trainer.
         queued_by_others: Calls of other trainers that wait or run.
         answered: Time of its last answer.
-        is_banned: Whether nothing is sent to it until it announces itself again.
+        is_banned: Whether it gets no calls until it announces itself again.
     """
 
     incarnation: int
@@ -94,10 +94,9 @@ class StageWiring:
     def announce(self, peer: str, incarnation: int, now: float, expires: float) -> None:
         """Records a peer's announcement, unless it is known or has expired.
 
-        A new peer gets the smallest virtual time, so it is tried at once and has
-        neither debt nor credit. A ban ends with a higher incarnation, or with an
-        announcement that expires later than the banned one: the registry may still show
-        the old one.
+        A joining peer gets the smallest virtual time, so it soon gets a call. A ban
+        ends with a higher incarnation or a later expiry, because the registry may still
+        show the announcement from before the ban.
 
         Args:
             peer: Name of the peer.
@@ -129,8 +128,8 @@ class StageWiring:
     def reported(self, peer: str, queue_length: int) -> None:
         """Records the number of calls that a peer reports as waiting or running.
 
-        This trainer's own calls are already in the peer's virtual time. The expected
-        seconds of others' calls are added to it when peers are compared.
+        The peer's virtual time already includes this trainer's calls. When peers are
+        compared, the expected seconds of other trainers' calls are added.
 
         Args:
             peer: Name of the peer.
@@ -153,8 +152,8 @@ class StageWiring:
         Args:
             now: Current time in seconds.
             task: Work of the call, relative to a forward pass of a micro-batch.
-            avoid: Peers to choose only if there is no other, such as those that just
-                failed this call.
+            avoid: Peers to choose only if there is no other, such as peers that just
+                failed the call.
         """
         kept: list[tuple[float, float, str, int]] = []
         chosen = None
@@ -195,9 +194,9 @@ class StageWiring:
         """Records an answered call.
 
         If the call was sent before the peer's last answer, only the time since that
-        answer counts. A wait behind this trainer's own calls measures their number, not
-        the peer's speed, and would make averages oscillate when a step begins. A wait
-        behind others' calls counts.
+        answer counts. A wait behind this trainer's own calls depends on their number
+        and not on the peer's speed, so it does not count. A wait behind other trainers'
+        calls counts.
 
         Args:
             peer: Name of the peer.
@@ -228,7 +227,7 @@ class StageWiring:
         Args:
             peer: Name of the peer.
             seconds: Seconds that the caller lost; for a timeout, the deadline.
-            ban: Whether nothing more is sent to it until it announces itself again.
+            ban: Whether the peer gets no calls until it announces itself again.
             task: Work of the call.
             incarnation: Called incarnation; failures of an earlier one do not count.
         """
@@ -237,8 +236,8 @@ class StageWiring:
             return
         known.in_flight = max(0, known.in_flight - 1)
         expected = self._expected(known) * task
-        # A refused connection ends at once; charging less than expected would make the
-        # peer look fast.
+        # A refused connection fails fast. Charge the expected time, or the peer would
+        # look fast.
         if seconds > expected:
             if known.weight > 0:
                 known.virtual_time += seconds - expected

@@ -1,9 +1,9 @@
 """A plan for a swarm: stages, wire format, peers of each stage, predictions.
 
-One peer of each stage is planned as an ordinary pipeline: one device per stage, with
+One peer of each stage is planned as an ordinary pipeline, with one device per stage and
 links of the swarm's bandwidth. So cuts, memory and times come from the usual planner.
-The module adds the number of peers of each stage, bytes and deadline of each call, and
-the simulated throughput.
+This module adds the number of peers of each stage, the bytes and the deadline of each
+call, and the simulated throughput.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from whalejax.swarm.stage_assignment import best_counts
 
 
 LATENCY_SECONDS: Final = 0.02  # one-way, between homes on one continent
-BUSY: Final = 0.9  # computing fraction below which a link is a bottleneck
-_FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
+BUSY: Final = 0.9  # minimum fraction of computing time unless links are a bottleneck
+_FAST_BYTES_PER_SECOND: Final = 12.5e9  # network of a data centre
 MOST_CALLS: Final = 20_000  # in a simulated step; larger steps use a closed form
 QUEUE: Final = 2  # micro-batches in flight per peer
-SMALLEST_DEADLINE: Final = 1.0  # seconds: for scheduling and a busy host
+SMALLEST_DEADLINE: Final = 1.0  # seconds, as a host may be busy
 Again = Callable[..., Plan]
 
 
@@ -59,7 +59,7 @@ def swarm_plan(
 ) -> Plan:
     """Returns the plan with the fewest stages that fit.
 
-    Its wire format is the most exact one with which links do not limit the peers.
+    Its wire format is the most exact format with which links do not limit the peers.
 
     Args:
         again: Function that plans again with other settings, such as ``Plan.what_if``.
@@ -67,11 +67,11 @@ def swarm_plan(
         mesh: ``{"stage": n}``, or None.
         num_micro_batches: Number of micro-batches in a step, or None.
         bandwidth: Rate of each peer's link, in bytes per second.
-        wire: One of ``WIRES``, or None.
-        sum_wire: One of ``SUM_WIRES``.
+        wire: Wire format of tensors, one of ``WIRES``; None chooses it.
+        sum_wire: Wire format of gradients during their reduction, one of ``SUM_WIRES``.
 
     Raises:
-        PlanError: No swarm can train this model; names the reason.
+        PlanError: No swarm can train this model.
     """
     kind = _one_kind(cluster)
     fixed = _fixed_stages(mesh, cluster.num_devices)
@@ -97,14 +97,14 @@ def swarm_plan(
 
 
 def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
-    """Returns the simulator's settings for a swarm's plan, with the link of its peers.
+    """Returns the simulator's settings for a swarm's plan, and the link of each peer.
 
     Args:
         plan: Plan for a swarm.
         changes: Fields of ``Setting`` to replace.
 
     Raises:
-        PlanError: The plan is for no swarm.
+        PlanError: The plan is not for a swarm.
     """
     if plan.swarm is None:
         raise PlanError("plan is for no swarm; plan with swarm=True and a bandwidth")
@@ -112,7 +112,7 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
 
 
 def swarm_note(again: Again, plan: Plan, rate: float) -> tuple[str, ...]:
-    """Returns a note that compares a swarm with the plan, whose links are slow.
+    """Returns a note that compares a plan with slow links to a swarm.
 
     Args:
         again: Function that plans again with other settings, such as ``Plan.what_if``.
@@ -120,7 +120,7 @@ def swarm_note(again: Again, plan: Plan, rate: float) -> tuple[str, ...]:
         rate: Bandwidth of its slowest link, in bytes per second.
 
     Returns:
-        One note; none if no swarm is possible.
+        One note, or none if no swarm is possible.
     """
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:
@@ -267,11 +267,11 @@ def _fewest_stages(
 def _networks(
     kind: Node, cluster: Cluster, stages: int, bandwidth: float, wire: str
 ) -> Iterator[Cluster]:
-    """Yields one peer of each stage on two networks; either may lead to better cuts.
+    """Yields clusters of one peer per stage, on two networks.
 
-    With one device per stage, a pipeline waits for every transfer, so on a slow network
-    it makes stages uneven for a narrow cut. A swarm computes other micro-batches
-    meanwhile. A fast network gives even stages, whatever the transfers.
+    Either network may lead to better cuts. On a slow network, the planned pipeline
+    waits for every transfer, and gets uneven stages with small transfers. On a fast
+    network it gets even stages. A swarm computes other micro-batches during transfers.
     """
     faster = 4 * 256 / wire_bytes(256, wire)
     for rate in (bandwidth * faster, _FAST_BYTES_PER_SECOND):
@@ -347,12 +347,12 @@ def _stage(
         backward_bytes=borders[1],
         state_bytes=state_bytes,
         gradient_bytes=own.gradients_bytes,
-        memory_bytes=2 * state_bytes  # Before and after the update.
+        memory_bytes=2 * state_bytes  # before and after the update
         + own.gradients_bytes
         + own.batch_bytes
         + own.activations_bytes
         + own.working_bytes,
-        host_bytes=state_bytes  # Copy for new peers.
+        host_bytes=state_bytes  # copy for joining peers
         + _kept_bytes(plan, number, wire, peers, own.gradients_bytes),
         deadline_seconds=max(SMALLEST_DEADLINE, DEADLINE_FACTOR * slowest * queue),
     )
@@ -361,11 +361,10 @@ def _stage(
 def _kept_bytes(
     plan: Plan, number: int, wire: str, peers: int, gradient_bytes: int
 ) -> int:
-    """Returns the bytes of micro-batches and their sum that a peer stores until a step
-    ends.
+    """Returns the bytes of results and sums that a peer stores until a step ends.
 
     If a stage has several peers, a peer's forward and backward calls may be for
-    different micro-batches. So it stores the input of each, uncoded.
+    different micro-batches. So it stores the unencoded input of each call.
     """
     coded = border_bytes(plan, number, wire)
     whole = border_bytes(plan, number, "f32")
@@ -453,7 +452,7 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
     long_enough = 20 * swarm.step_seconds
     setting = _setting(plan, swarm)
     result = simulate(setting, trace, long_enough)
-    # The first step has no measured speeds.
+    # In the first step the speeds of the peers are unknown.
     steps = result.step_seconds[1:4] or result.step_seconds
     if not steps:
         return swarm

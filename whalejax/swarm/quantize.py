@@ -1,8 +1,8 @@
 """Blockwise int8: codes of -127 to 127, and one float32 scale per block.
 
 A block is ``block`` consecutive values of the flattened tensor. Its scale is its
-largest absolute value over 127, so the error of a value is at most 1/254 of the largest
-in its block. A value takes 1 + 4/block bytes. The same functions accept NumPy and JAX
+largest absolute value divided by 127, so the error of a value is at most 1/254 of that
+largest value. A value takes 1 + 4/block bytes. The functions accept NumPy and JAX
 arrays, including tracers.
 """
 
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 
 BLOCK: Final = 256
 LEVELS: Final = 127
-# Below it, a scale has too few digits for the bound; accelerators flush it to zero.
+# A smaller scale has too few digits for this bound, and accelerators flush it to zero.
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
 
 
@@ -46,9 +46,8 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
         block: Number of values per scale.
 
     Raises:
-        WhaleError: ``block`` is below 1, or a value of a NumPy array is not finite. A
-            tracer cannot be checked: there, a non-finite value makes its whole block
-            NaN.
+        WhaleError: ``block`` is below 1, or a value of a NumPy array is not finite.
+            Tracers cannot be checked: a non-finite value makes its block NaN.
 
     Example:
         >>> import numpy as np
@@ -59,7 +58,7 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
         raise WhaleError(f"quantize: block is {block}; give at least 1 value a block")
     space = values.__array_namespace__()
     shape = tuple(values.shape)
-    with np.errstate(over="ignore"):  # values beyond float32 are refused below
+    with np.errstate(over="ignore"):  # Values beyond float32 are refused below.
         flat = values.astype(space.float32).reshape(-1)
     if isinstance(flat, np.ndarray) and not np.isfinite(flat).all():
         wrong = int(flat.size - np.isfinite(flat).sum())
@@ -95,7 +94,7 @@ def block_count(size: int, block: int = BLOCK) -> int:
 
 
 def packed_bytes(size: int, block: int = BLOCK) -> int:
-    """Returns the bytes that ``pack`` makes of a tensor."""
+    """Returns the number of bytes that ``pack`` returns for a tensor of some size."""
     return size + 4 * block_count(size, block)
 
 
@@ -119,13 +118,13 @@ def unpack(
     """Reads a packed tensor from an untrusted sender.
 
     Args:
-        buffer: Buffer of the wire.
-        shape: Shape that the tensor must have.
+        buffer: Received bytes.
+        shape: Expected shape of the tensor.
         block: Number of values per scale.
 
     Raises:
-        WhaleError: Wrong length, a scale that is not finite or not positive, or a code
-            of -128, which no sender makes.
+        WhaleError: The buffer has a wrong length, a scale that is not finite and
+            positive, or a code of -128.
     """
     size = math.prod(shape)
     blocks, expected = block_count(size, block), packed_bytes(size, block)

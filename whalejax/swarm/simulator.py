@@ -1,11 +1,10 @@
 """A simulator of swarms with the wiring, ledger and rebalancing of live runs.
 
 Peers compute their calls in order. Each call's inputs come from the peers that made
-them, over the links of both. Trainers choose peers by ``StageWiring``, count with
-``Ledger`` and move peers by ``Rebalancer``. New peers download the state during the
-steps, and all roll back to a snapshot if a stage has lost its last peer. The clock
-jumps from event to event, so hundreds of peers and hours of churn take seconds. A call
-whose start and end are known is one event.
+them, over the links of both. Trainers choose peers by ``StageWiring``, count calls by
+``Ledger`` and move peers by ``Rebalancer``. Joining peers download the state during the
+steps. If a stage has lost its last peer, all roll back to a snapshot. The clock jumps
+from event to event, so hundreds of peers and hours of churn take seconds.
 
 The module is long because all kinds of events read and change the same state.
 """
@@ -93,7 +92,7 @@ class Simulator(SimulatedCalls):
         self._step_began, self._is_summing, self._updated_at = 0.0, False, 0.0
         self._committed = self._snapshot = self._went_back = 0
         self._looked = self._snapshot_ends = self._whole_since = 0.0
-        self._leases = [0.0] * self._count  # of dead peers: end of the lease
+        self._leases = [0.0] * self._count  # end of the leases of dead peers, by stage
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
         self._steps: list[float] = []
         self._timeline: list[tuple[float, int]] = []
@@ -196,7 +195,7 @@ class Simulator(SimulatedCalls):
         if known is not None and known.is_alive:
             if not known.is_leaving:
                 return
-            self._dies(known, is_silent=False)  # It restarts before it has gone.
+            self._dies(known, is_silent=False)  # The peer restarts before its death.
         incarnation = self._incarnations.get(event.peer, 0) + 1
         self._incarnations[event.peer] = incarnation
         present = self._loads(with_movers=True)
@@ -213,9 +212,7 @@ class Simulator(SimulatedCalls):
             self._compiles(peer)
 
     def _leaves(self, peer: SimulatedPeer) -> None:
-        """Lets a peer serve until the step ends; one that serves nothing leaves at
-        once.
-        """
+        """Lets a peer leave: after the step if it serves, or else immediately."""
         self._rebalancer.arrived(peer.name, is_gone=True)
         if peer.is_serving:
             peer.is_leaving = True
@@ -238,7 +235,7 @@ class Simulator(SimulatedCalls):
             self._at(self.now + self.setting.notice_seconds, self._on_death, peer)
 
     def _on_death(self, peer: SimulatedPeer) -> None:
-        """Handles a noticed death: the peer's results are recomputed."""
+        """Recomputes a peer's results when its death is noticed."""
         self._rebalancer.arrived(peer.name, is_gone=True)
         peer.coming = None
         if self._peers.get(peer.name) is peer:
@@ -254,7 +251,7 @@ class Simulator(SimulatedCalls):
         self._present[peer.name] = (
             self._present.get(peer.name, 0.0) + self.now - peer.joined
         )
-        # Cancels reserved work that will not be done.
+        # Cancel reserved work that the peer will not do.
         ahead = max(0.0, peer.compute_free - self.now)
         self._busy[peer.name] = max(0.0, self._busy.get(peer.name, 0.0) - ahead)
 
@@ -294,12 +291,12 @@ class Simulator(SimulatedCalls):
             self._goes_ahead()
 
     def _bring(self, peer: SimulatedPeer) -> None:
-        """Begins the download of the step's state, if the peer is able to."""
+        """Begins the download of the step's state, if that is possible."""
         is_free = peer.is_ready and not (peer.is_serving or peer.task)
         if not is_free or peer.is_leaving or self.now < peer.paused_until:
             return
         if peer.late >= 0 and not self._is_between:
-            return  # It needs the full state of one step.
+            return  # A download needs the full state of one step.
         has_source = self._members(peer.stage) or self._snapshot == self._committed
         if not has_source:
             return
@@ -414,12 +411,12 @@ class Simulator(SimulatedCalls):
         self._goes_ahead()
 
     def _let_go(self) -> None:
-        """Lets leaving peers go after a step; a stage's last one leaves a snapshot."""
+        """Releases leaving peers after a step; a stage's last peer needs a snapshot."""
         for peer in [p for p in self._alive() if p.is_leaving]:
             mates = [n for n in self._members(peer.stage) if n != peer.name]
             if all(self._peers[name].is_leaving for name in mates):
                 if not all(self._members(stage) for stage in range(self._count)):
-                    continue  # Another stage has no peer, so this one is still needed.
+                    continue  # No snapshot without peers of another stage: keep it.
                 self._snapshot = self._committed
             self._stops_serving(peer)
             peer.is_alive = False
@@ -450,7 +447,7 @@ class Simulator(SimulatedCalls):
             self._begin_step()
 
     def _snapshot_taken(self, place: Place, waits: bool) -> None:
-        """Ends a snapshot; with ``waits``, the step begins only now."""
+        """Ends a snapshot; if ``waits``, the step has waited for it and begins."""
         if place != self._place:
             return
         self._snapshot = self._committed
@@ -465,7 +462,7 @@ class Simulator(SimulatedCalls):
         self._begin_micro_batches()
 
     def _sum_if_complete(self) -> None:
-        """Sums the gradients if all are available and no new peer is waited for."""
+        """Sums the gradients if all are available, unless the step waits for a peer."""
         is_complete = all(self._ledger.is_complete(s) for s in range(self._count))
         if self._is_summing or self._is_between or not is_complete:
             return
@@ -480,8 +477,8 @@ class Simulator(SimulatedCalls):
         sealed = self._ledger.seal()
         seconds = self._sum_seconds()
         if self.setting.delayed_updates:
-            # The previous update must be done; that of this step runs during the next
-            # one.
+            # The previous update must be done. This step's update runs during the next
+            # step.
             ends = max(self._updated_at, self.now)
             self._updated_at = ends + seconds
         else:
@@ -557,9 +554,9 @@ class Simulator(SimulatedCalls):
             self._moves_to(self._peers[move.peer], move.target)
 
     def _send_spare(self, lacking: Sequence[int]) -> None:
-        """Gives a stage without peers one from a stage that has several.
+        """Moves a peer to a stage without peers, from a stage that has several.
 
-        Peers that wait for the step come first, then those of the largest stage.
+        It prefers peers that wait for the step, and then peers of the largest stage.
         """
         if self.setting.rule is Rule.NONE:
             return
@@ -625,7 +622,7 @@ class Simulator(SimulatedCalls):
         )
 
     def _changed(self) -> None:
-        """Accounts for the time before peers joined, left or moved."""
+        """Adds up the times since the last change of the peers."""
         self._account()
         if self.setting.oracle:
             while (move := optimum_move(self._loads(), self._count)) is not None:
@@ -660,7 +657,7 @@ def simulate(
 
     Args:
         setting: Stages, micro-batches and rebalancing.
-        trace: Trace of the peers; those at time 0 are placed optimally.
+        trace: Trace of the peers; peers that join at time 0 are placed optimally.
         seconds: End of the simulation.
 
     Raises:

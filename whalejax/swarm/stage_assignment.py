@@ -1,10 +1,10 @@
-"""Decides which peer serves which stage: at the start, when one joins, and by moves.
+"""Decides which peer serves which stage: at the start, at a join, and by moves.
 
-A pipeline is as fast as its slowest stage; the speed of a stage is the sum of its
+A pipeline is as fast as its slowest stage. The speed of a stage is the sum of its
 peers' speeds. By SWARM's rule (section 3.2), the stage with least load gives its peer
-with the shortest queue to the stage with most load. The optimum instead maximises the
-smallest sum of speeds: exactly for equal peers, by moves and exchanges for others.
-``Rebalancer`` decides whether a move is worth its cost.
+with the shortest queue to the stage with most load. The rule ``OPTIMUM`` instead
+maximises the speed of the slowest stage. It is exact for equal peers, and moves and
+exchanges unequal ones. ``Rebalancer`` decides whether a move is worth its cost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Final
 from whalejax.meshes.errors import WhaleError
 
 
-UNPROVOKED: Final = 5.0  # factor of the threshold without joins and leaves
+UNPROVOKED: Final = 5.0  # factor of the threshold for moves without joins and leaves
 HORIZON_SECONDS: Final = 600.0
 """Seconds within which a move, or a wait for a peer, must regain its cost."""
 ROUNDING: Final = 1e-9  # smaller differences between sums of speeds count as equal
 
 
 class Rule(StrEnum):
-    """Rules of moves: the paper's rule, towards the optimum, or none."""
+    """Rules of moves: the paper's rule, moves towards the optimum, or no moves."""
 
     NONE = "none"
     PAPER = "paper"
@@ -40,12 +40,12 @@ class PeerLoad:
     Attributes:
         peer: Name of the peer.
         stage: Number of the stage that it serves.
-        queue_length: Number of its waiting and running calls, as last announced; in
-            simulations, their mean since the last check.
-        speeds: Micro-batches per second that it would compute in each stage; forward
-            and backward, including its links.
-        held: Micro-batches of the current step whose gradients it has; others recompute
-            them if it moves.
+        queue_length: Number of its waiting and running calls, as last announced. In
+            simulations, the mean number since the last check.
+        speeds: Micro-batches per second that it would compute in each stage, forward
+            and backward, with the time on its links.
+        held: Number of micro-batches of the current step whose gradients it has. Others
+            recompute these if it moves.
     """
 
     peer: str
@@ -62,10 +62,10 @@ class PeerMove:
     Attributes:
         peer: Name of the peer.
         source: Stage that it leaves.
-        target: Stage that it is to serve.
+        target: Stage that it will serve.
         speed_before: Micro-batches per second of the pipeline before the move.
-        speed_after: Speed after this move and those that follow.
-        moves: Number of moves, including those that follow.
+        speed_after: Micro-batches per second after this move and all that follow it.
+        moves: Number of moves, including all that follow.
     """
 
     peer: str
@@ -77,7 +77,7 @@ class PeerMove:
 
 
 def stage_speeds(peers: Sequence[PeerLoad], stages: int) -> list[float]:
-    """Returns the micro-batches per second of each stage: the sum over its peers."""
+    """Returns the micro-batches per second of each stage, summed over its peers."""
     speeds = [0.0] * stages
     for peer in peers:
         speeds[peer.stage] += peer.speeds[peer.stage]
@@ -85,7 +85,7 @@ def stage_speeds(peers: Sequence[PeerLoad], stages: int) -> list[float]:
 
 
 def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
-    """Returns the stage of a new peer: the slowest, or the first of equals.
+    """Returns the stage of a joining peer: the first of the slowest stages.
 
     Args:
         peers: Peers of the swarm; moving ones count at their target.
@@ -97,12 +97,12 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
 
 
 def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
-    """Whether a step should wait for peers that download its state.
+    """Returns whether a step should wait for peers that download its state.
 
     A wait costs each serving peer ``seconds``. Without it, joining peers must download
-    the next step's state instead. A wait for a joining peer may cost as much as its
-    work within ``HORIZON_SECONDS`` and the time that it has lost so far. So at some
-    time the step waits for it.
+    the next step's state instead. A wait pays if it costs less than the joining peer's
+    work within ``HORIZON_SECONDS`` plus the time that it has already lost. So at some
+    time a step waits for each joining peer.
 
     Args:
         lost: For each joining peer, seconds since it could have begun to serve.
@@ -119,8 +119,8 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
 def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """Returns the move of the paper's rule, by queues, or None.
 
-    A stage's load is the number of its waiting calls; without peers it is the largest.
-    There is no move if no stage with less load than the fullest has a peer to spare.
+    A stage's load is the number of its waiting calls. A stage without peers has the
+    largest load. There is no move if all stages with less load have only one peer.
 
     Args:
         peers: All peers.
@@ -147,8 +147,8 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """Returns the first move towards the fastest pipeline; None if none is faster.
 
-    If several stages are equally slowest, each needs a move before anything is gained.
-    So later moves count too, and the speed is the speed after all of them.
+    If several stages are equally slow, each needs a move before the pipeline gets
+    faster. So ``speed_after`` is the speed after all these moves.
 
     Args:
         peers: All peers.
@@ -160,8 +160,8 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     before = best = min(sums)
     first: tuple[PeerLoad, int] | None = None
     result: PeerMove | None = None
-    # One move per stage suffices to speed up all equally slow stages; later checks find
-    # faster pipelines further away.
+    # One move per stage can speed up all equally slow stages. Later checks find more
+    # moves.
     for moves in range(1, stages + 1):
         step = _best_step(peers, placed, sums, counts)
         if step is None:
@@ -190,15 +190,15 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
 def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Returns each stage's number of equal peers for the fastest pipeline.
 
-    Each next peer goes to the slowest stage. This is exact: if a stage has one peer
-    more than in another split, it was the slowest when it got that peer.
+    Each peer in turn goes to the slowest stage. This is exact: if a stage has more
+    peers than in another split, it was the slowest when it got the last one.
 
     Args:
         peers: Number of peers.
         seconds: Seconds of a peer for a micro-batch in each stage.
 
     Raises:
-        WhaleError: There are too few peers, or seconds that are not above 0.
+        WhaleError: There are too few peers, or a value of ``seconds`` is not above 0.
 
     Example:
         >>> best_counts(8, [1.0, 2.0, 1.0])
@@ -220,10 +220,10 @@ def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
-    """Returns a stage for each peer, for the fastest slowest stage that can be found.
+    """Returns a stage for each peer, so that the slowest stage is as fast as possible.
 
-    The result is exact for equal peers. Others are placed fastest first, then moved and
-    exchanged while that helps: the exact problem is NP-hard.
+    The result is exact for equal peers. The problem for unequal peers is NP-hard: they
+    are placed fastest first, then moved and exchanged while that helps.
 
     Args:
         speeds: Micro-batches per second of each peer, in each stage.
@@ -239,8 +239,8 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
         )
     placed: dict[str, int] = {}
     sums, counts = [0.0] * stages, [0] * stages
-    # Expensive stages are slow for all peers, so a peer's speed counts relative to
-    # others in the same stage.
+    # Expensive stages are slow for all peers, so compare a peer's speed with the speeds
+    # of others in the same stage.
     order = sorted(speeds, key=lambda p: (-math.fsum(map(math.log, speeds[p])), p))
     for left, peer in zip(range(len(order), 0, -1), order, strict=True):
         empty = [s for s in range(stages) if not counts[s]]
@@ -257,7 +257,7 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
 def pipeline_speed(
     speeds: Mapping[str, Sequence[float]], placed: Mapping[str, int], stages: int
 ) -> float:
-    """Returns the micro-batches per second of the slowest stage: the maximum flow."""
+    """Returns the micro-batches per second of the slowest stage."""
     return min(_sums(speeds, placed, stages))
 
 
@@ -266,9 +266,9 @@ class MoveCost:
     """Costs of a move, during which the moving peer computes nothing.
 
     Attributes:
-        state_bytes: Bytes of parameters and optimizer state of its new stage.
-        bytes_per_second: Rate of its link.
-        compile_seconds: Seconds to compile its programs of the new stage.
+        state_bytes: Bytes of parameters and optimizer state of the target stage.
+        bytes_per_second: Rate of the peer's link.
+        compile_seconds: Seconds to compile the programs of the target stage.
     """
 
     state_bytes: int
@@ -290,8 +290,8 @@ class Rebalancer:
     """Checks the peers periodically and chooses at most one move at a time.
 
     A move must raise the speed of the pipeline by a threshold, and gain more within a
-    horizon than the peer's absence loses. While a peer moves, no other does. A moved
-    peer does not return until peers have joined or left, so noisy measurements cannot
+    horizon than the peer's absence loses. Only one peer moves at a time. A moved peer
+    does not move back until peers have joined or left, so noisy measurements cannot
     make it oscillate. After as many moves as joins and leaves, the threshold is five
     times as high.
     """
@@ -311,7 +311,7 @@ class Rebalancer:
             stages: Number of stages of the model.
             rule: Rule of moves.
             period: Seconds between checks.
-            threshold: Gain that a move must bring, as a part of the previous speed.
+            threshold: Minimum gain of a move, as a fraction of the speed before it.
             horizon: Seconds within which a move must regain its cost.
 
         Raises:
@@ -347,10 +347,10 @@ class Rebalancer:
         costs: Sequence[MoveCost],
         present: Collection[str] = (),
     ) -> PeerMove | None:
-        """Returns the move to make now, which then counts as under way, or None.
+        """Returns the move to make now, or None; the peer then counts as moving.
 
         Args:
-            peers: Serving peers, without a moving one.
+            peers: Serving peers, without a moving peer.
             now: Current time in seconds.
             costs: Costs of a move to each stage.
             present: Names of all present peers, including those that temporarily serve
@@ -358,7 +358,7 @@ class Rebalancer:
         """
         if self.rule is Rule.NONE or not peers:
             return None
-        # Nothing runs while a stage has no peer: that does not wait for the next check.
+        # If a stage has no peer, nothing runs, so do not wait for the next check.
         is_whole = 0 not in _counts(peers, self.stages)
         if is_whole and not self.is_due(now):
             return None
@@ -367,7 +367,7 @@ class Rebalancer:
         self._looked, self._moving = now, None
         here = frozenset(present) or frozenset(peer.peer for peer in peers)
         if here != self._present:
-            # Peers at the first check did not join in response to anything.
+            # The peers at the first check do not count as joins.
             self._changes += len(here ^ self._present) if self._present else 0
             self._present = here
             self._left.clear()
@@ -375,12 +375,12 @@ class Rebalancer:
         move = choose(peers, self.stages)
         if move is None or not self._pays(move, peers, costs[move.target]):
             return None
-        # A move that takes much too long has failed: another peer may move.
+        # A move that takes much too long has failed, so another peer may move.
         until = now + 2 * costs[move.target].seconds + self.period
         self._moving = move.peer, move.target, until
         self._left.setdefault(move.peer, set()).add(move.source)
         self._changes = max(0, self._changes - 1)
-        # Its absence is not a change that others must respond to.
+        # The absence of a moving peer is not a leave.
         self._present -= {move.peer}
         return move
 
@@ -404,10 +404,10 @@ class Rebalancer:
     def _pays(self, move: PeerMove, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
         if move.target in self._left.get(move.peer, ()):
             return False
-        if move.speed_before <= 0:  # a stage without peers: nothing runs
+        if move.speed_before <= 0:  # A stage has no peer, so nothing runs.
             return True
         gain = move.speed_after - move.speed_before
-        # One move responds to one change; more moves need a large gain.
+        # Each join or leave allows one move; more moves need a large gain.
         least = self.threshold if self._changes else UNPROVOKED * self.threshold
         if gain <= least * move.speed_before:
             return False
@@ -492,9 +492,7 @@ def _sums(
 def _improve(
     speeds: Mapping[str, Sequence[float]], placed: dict[str, int], stages: int
 ) -> bool:
-    """Makes the first move or exchange that helps the slowest; returns whether one
-    does.
-    """
+    """Makes the first move or exchange that helps the slowest stage, if one does."""
     sums = _sums(speeds, placed, stages)
     counts = [0] * stages
     for stage in placed.values():
@@ -528,7 +526,7 @@ def _rotate(
     sums: Sequence[float],
     slowest: int,
 ) -> bool:
-    """Exchanges three peers cyclically if that helps; returns whether it does."""
+    """Exchanges three peers cyclically, if that helps the slowest stage."""
     old = _measure(sums)
     here = [peer for peer in placed if placed[peer] == slowest]
     others = [peer for peer in placed if placed[peer] != slowest]

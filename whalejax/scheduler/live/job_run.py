@@ -81,8 +81,7 @@ class JobRun:
         home: Folder of the job.
         reader: Reader of its journal.
         refusal: Reason why its supervisor last refused a resize or could not start.
-        wanted_hosts: Hosts on which it needs an agent, each with the Unix time since
-            which it needs one.
+        wanted_hosts: Hosts that need an agent, with the Unix time since which they do.
     """
 
     def __init__(

@@ -158,8 +158,7 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
         patience: Seconds to wait for a scheduler that is starting.
 
     Raises:
-        JobError: No scheduler answers, or it has another version or refuses the
-            request.
+        JobError: No scheduler answers, or its version differs, or it refuses.
     """
     end = time.monotonic() + patience
     while True:

@@ -135,8 +135,7 @@ def ask(place: SchedulerAddress, request: Request, *, patience: float = 0.0) -> 
         patience: Seconds to wait for a scheduler that is starting, at its local socket.
 
     Raises:
-        JobError: No scheduler answers, or it has another key or version, or refuses the
-            request.
+        JobError: No scheduler answers, or its key or version differs, or it refuses.
     """
     if place.address is None:
         if place.key is not None:

@@ -283,8 +283,7 @@ class RunReader:
         """Returns the hosts of the run that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent, with the Unix time since which each
-                should have one.
+            hosts: Hosts that need an agent, with the Unix time since which they do.
             at: Current Unix time.
         """
         if not self.away_since:

@@ -17,22 +17,23 @@ class SwarmSimulation:
 
     Attributes:
         seconds: Simulated seconds.
-        micro_batches: Micro-batches of committed steps, and finished ones of the
-            current step; without steps that were rolled back.
-        step_seconds: Duration of each committed step with its waits for new peers.
-        busy_seconds: Computing time of each peer.
-        present_seconds: Time of each peer from joining to its end.
+        micro_batches: Number of finished micro-batches, without those of steps that
+            were rolled back.
+        step_seconds: Seconds of each committed step with its waits for joining peers.
+        busy_seconds: Seconds for which each peer computed.
+        present_seconds: Seconds of each peer from joining to its end.
         max_flow: Micro-batches that the best placement of the present peers could have
-            computed, without sums, fills or shared links.
+            computed, without reductions, pipeline fills or shared links.
         changes: Joins, leaves and deaths after the start.
         moves: Number of moves between stages.
-        emptied_by_moves: Moves that emptied a stage; above 0 only by a defect.
+        emptied_by_moves: Number of moves that emptied a stage; always 0.
         empty_seconds: Seconds in which some stage had no serving peer.
         went_back: Number of rollbacks to a snapshot.
-        recomputed: Gradients that were recomputed because their peer was lost.
-        late: Answers that came after their attempt had been abandoned.
-        timeline: (seconds, micro-batches so far), one for each commit.
-        serving: Seconds of every change, and serving peers of each stage from then on.
+        recomputed: Number of gradients recomputed because their peer was lost.
+        late: Number of answers that came after their attempt had been abandoned.
+        timeline: (seconds, micro-batches so far) of each commit.
+        serving: Seconds of every change, and the number of serving peers of each stage
+            after it.
     """
 
     seconds: float
@@ -64,7 +65,7 @@ class SwarmSimulation:
 
     @property
     def of_max_flow(self) -> float:
-        """Throughput over that of the best placement."""
+        """Throughput as a fraction of the throughput of the best placement."""
         return self.micro_batches / self.max_flow if self.max_flow else 0.0
 
     def __str__(self) -> str:

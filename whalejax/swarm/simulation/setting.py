@@ -43,22 +43,23 @@ class Setting:
     Attributes:
         stages: Costs of the stages, in order.
         micro_batches: Micro-batches of a step, over all trainers.
-        in_flight: Micro-batches in flight over all trainers; 0: two per serving peer.
+        in_flight: Micro-batches in flight over all trainers; 0 means two per serving
+            peer.
         trainers: Number of trainers; each has its own wirings.
-        rule: Rule of rebalancing; with ``Rule.NONE`` no peer changes stage, not even to
+        rule: Rule of moves; with ``Rule.NONE`` no peer changes its stage, not even to
             an empty one.
         period: Seconds between checks of the peers.
-        oracle: Whether peers are placed optimally after each change, immediately and
-            for free, and new peers need no download: the reference for rebalancing.
-        compile_seconds: Compile time of a new or moving peer, before its download.
+        oracle: Whether peers are placed optimally after each change without any cost,
+            and joining peers need no download. It is the reference for other rules.
+        compile_seconds: Compile time of a joining or moving peer, before its download.
         notice_seconds: Seconds until trainers notice a death that breaks connections.
         forget_seconds: Seconds after which the announcement of a dead peer expires.
-        threshold: Smallest relative gain in speed for which a peer moves.
+        threshold: Minimum relative gain in speed of a move.
         snapshot_every: Steps between snapshots, to which all roll back if a stage has
             lost its last peer.
         delayed_updates: Whether gradients of a step are summed and applied while the
-            next step is computed: step n waits for the update of step n - 2. A peer
-            that dies during the update costs no more than one that dies between steps.
+            next step is computed. Step n then waits for the update of step n - 2. A
+            death during an update costs the same as a death between steps.
         seed: Seed of the wirings.
     """
 
@@ -83,7 +84,7 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
 
     Args:
         cost: Costs of the stage.
-        speed: Speed of the peer.
+        speed: Speed of the peer, relative to that of ``cost``.
         link: Link of the peer.
     """
     received = cost.forward_bytes[0] + cost.backward_bytes[0]
@@ -103,7 +104,7 @@ def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
         trace: Trace of the peers.
 
     Raises:
-        WhaleError: Something is invalid; lists all problems.
+        WhaleError: A setting or the trace is invalid.
     """
     with Problems("simulated swarm") as problems:
         if not setting.stages:

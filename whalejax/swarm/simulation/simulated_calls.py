@@ -67,23 +67,23 @@ class SimulatedPeer:
 
     Attributes:
         name, incarnation, speed, link, stage: Fields of a live peer, unchanged.
-        joined: Time of joining.
+        joined: Time at which it joined.
         is_serving: Whether it has the state of the step and receives calls.
         is_alive: Whether its process runs.
         is_leaving: Whether it leaves after the step.
         is_ready: Whether the programs of its stage are compiled.
         task: Number of the current compilation or download; 0 without one.
         coming: Current download, or None.
-        late: Start of the first of its downloads that ended too late; negative without
-            one.
+        late: Start time of its first download that ended too late, or negative.
         is_given_up: Whether the swarm no longer waits for it.
-        pause_seconds: Seconds without calls after a failure.
-        paused_until: End of that pause.
+        pause_seconds: Seconds of its last pause after a failure.
+        paused_until: End time of that pause.
         down_free, compute_free, up_free: Times at which its links and its processor are
             free.
         calls: Received calls, by number.
-        queue_seconds: Waiting calls times seconds, since the last check.
-        queue_since: Time up to which they are counted.
+        queue_seconds: Integral of the number of waiting calls over the seconds since
+            the last check.
+        queue_since: Time up to which ``queue_seconds`` counts.
     """
 
     name: str
@@ -146,7 +146,7 @@ class SimulatedCalls(abc.ABC):
         self._holders: dict[tuple[int, int, Phase], SimulatedPeer] = {}
         self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
         self._under_way = [0] * setting.trainers
-        self._serving = self._fewest = 0  # peers: of all stages, and of the smallest
+        self._serving = self._fewest = 0  # peers of all stages, and of the smallest
         self._busy: dict[str, float] = {}
         self._late = 0
 
@@ -178,7 +178,7 @@ class SimulatedCalls(abc.ABC):
         while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
             self._under_way[trainer] += 1
-            # The last stage computes forward and backward in one call.
+            # The last stage computes both passes in one call.
             only = self._count == 1
             self._call(0, number, Phase.BACKWARD if only else Phase.FORWARD)
 
@@ -226,7 +226,7 @@ class SimulatedCalls(abc.ABC):
         self._at(answered, self._on_answer, peer, call_number)
 
     def _computed_at(self, peer: SimulatedPeer, attempt: Attempt) -> float:
-        """Returns the time of the answer; reserves links and the peer's processor."""
+        """Reserves links and processor for a call; returns the time of its answer."""
         cost = self.setting.stages[attempt.stage]
         if attempt.phase is Phase.FORWARD:
             seconds, received = cost.forward_seconds, cost.forward_bytes[0]
@@ -240,7 +240,7 @@ class SimulatedCalls(abc.ABC):
             left -= size
             way = max(latency, source.link.latency_seconds)
             seconds_up = size / source.link.up_bytes_per_second
-            # Requested data pass over both links at once.
+            # Transferred data use both links at the same time.
             source.up_free = max(asked + way, source.up_free) + seconds_up
             arrived = max(arrived, source.up_free + way)
         rate = peer.link.down_bytes_per_second
@@ -288,7 +288,7 @@ class SimulatedCalls(abc.ABC):
         if not peer.is_alive:
             return
         call = peer.calls.pop(number, None)
-        if call is None:  # it was abandoned before
+        if call is None:  # The call was abandoned.
             self._late += 1
             return
         self._queue_changes(peer, ended=1)
