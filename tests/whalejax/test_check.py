@@ -576,7 +576,7 @@ def test_rounding_is_told_from_errors_in_float64() -> None:
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"plan": 3}, "plan is 3; expected what wh.plan gives"),
+        ({"plan": 3}, "plan is 3; expected the result of wh.plan"),
         ({"batch": shape(32, 24)}, "the plan is for one array"),
         ({"timeout_seconds": 0}, "timeout_seconds is 0; expected a number of seconds"),
         ({"odd": 1}, "odd is 1; expected True or False"),
@@ -680,7 +680,7 @@ def test_a_plan_file_does_not_choose_the_code_that_is_checked(
     plan = wh.Plan.load(plan_file)
     dataclasses.replace(plan, source=("/tmp/other.py:job",)).save(tmp_path / "b.json")
     assert main(["check", str(tmp_path / "b.json"), "--quiet"]) == 2
-    assert "does not choose which code runs" in capsys.readouterr().err
+    assert "does not run only because a plan file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [1e-7, 0.5])

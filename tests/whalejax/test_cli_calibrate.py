@@ -91,7 +91,7 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert len(measured) == 4 and len(wh.cluster("both.toml").kinds) == 3
     (here / "other.toml").write_text("a = [")
     words[-1] = "other.toml"
-    assert "is no description of a cluster" in refused(words, capsys)
+    assert "does not describe a cluster" in refused(words, capsys)
     (here / "other.toml").write_text("")
     assert main.main(words) == 0 == main.main(words)  # Of one kind, anew.
 
@@ -100,7 +100,7 @@ def test_files_that_cannot_be_read_again_are_not_written(
     here: Path, capsys: Captured
 ) -> None:
     said = refused(["calibrate", "-o", "mine.json"], capsys)
-    assert "--output mine.json: clusters are described in TOML" in said
+    assert "--output mine.json: the description is a TOML file" in said
     assert "Name it mine.toml" in said
     said = refused(["calibrate", "-o", "mine.toml", "--seconds", "-3"], capsys)
     assert "--seconds is -3; expected more than 0" in said

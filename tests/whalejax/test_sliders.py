@@ -83,7 +83,7 @@ def test_layouts_that_cannot_be_kept_are_named() -> None:
     shown = plan.sliders(batches=[4])
     shown.controls["batch"].value = 4  # too few for eight
     assert shown.plan is plan
-    assert shown.problem.endswith("Search every layout for another")
+    assert shown.problem.endswith("Search all layouts instead")
     shown.controls["search"].value = True
     assert not shown.problem and shown.plan == plan.what_if(batch=4)
 
@@ -113,7 +113,9 @@ def test_tables_of_positions_have_their_length() -> None:
         cluster="h100:8",
     )
     assert plan.what_if(sequence=24) == plan
-    with pytest.raises(wh.PlanError, match="takes no sequences of 100 .*length of its"):
+    with pytest.raises(
+        wh.PlanError, match="takes no sequences of 100 .*limits the length"
+    ):
         plan.what_if(sequence=100)
     with pytest.raises(wh.WhaleError, match="this loss reads no sequences of tokens"):
         plain().what_if(sequence=100)
