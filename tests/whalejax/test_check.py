@@ -372,7 +372,7 @@ def test_too_many_stages_are_refused_in_words() -> None:
         axes=tuple((axis, 2) for axis in ("data", "fsdp", "expert", "context"))
         + (("height", 2), ("width", 2)),
     )
-    with pytest.raises(CheckError, match="take 64 devices with two along each axis"):
+    with pytest.raises(CheckError, match="the plan needs 64 virtual devices"):
         reduced_mesh(many, 2)
 
 
@@ -498,7 +498,7 @@ def test_what_cannot_be_compared_is_an_error() -> None:
     plan = plan_of(loss_fn, net, shape(64, 24), {"data": 2})
     runs, failures = run(plan, loss_fn, net, shape(64, 24))
     assert not runs
-    assert "the loss is nan on one device, too" in failures[0]
+    assert "the loss is nan on one device too" in failures[0]
     answer = mock.Mock(data={"runs": [], "failures": failures})
     with (
         mock.patch.object(check_plan, "run", return_value=answer),
@@ -523,7 +523,7 @@ def test_memory_is_looked_at_before_it_is_taken() -> None:
     )
     runs, failures = run_checks.run_checks(request)
     assert not runs
-    assert "GB would be needed on 2 virtual devices" in failures[0]
+    assert "GB on 2 virtual devices; the limit is" in failures[0]
     assert "memory_bytes=" in failures[0]
 
 

@@ -67,7 +67,9 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert main.main([*words, "--kind", "fast"]) == 0
     assert "8×fast (1 node of 8, host), measured" in capsys.readouterr().out
     again = [*words, "--append", "--kind"]
-    assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
+    assert "already has a kind 'fast' (its kinds: fast)" in refused(
+        [*again, "fast"], capsys
+    )
     assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
     assert len(measured) == 1  # Nothing is measured that could not be written.
     assert "--kind is ''; expected a word" in refused([*again, ""], capsys)
@@ -86,8 +88,8 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "8×fast + 8×slow" in capsys.readouterr().out
     assert main.main([*words, "--append"]) == 0  # As JAX calls it.
     assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
-    assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
-    assert "and fast alone would be" in refused([*words, "--kind", "fast"], capsys)
+    assert "already has a kind 'cpu'" in refused([*words, "--append"], capsys)
+    assert "would be replaced by fast" in refused([*words, "--kind", "fast"], capsys)
     assert len(measured) == 4 and len(wh.cluster("both.toml").kinds) == 3
     (here / "other.toml").write_text("a = [")
     words[-1] = "other.toml"

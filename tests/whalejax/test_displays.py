@@ -570,7 +570,7 @@ def test_other_endings_and_missing_folders_are_refused(tmp_path: Path) -> None:
         line.save(tmp_path / "x")
     found = plain().device_map("head")
     with pytest.raises(
-        wh.WhaleError, match=r"has \.json; expected \.html, \.svg, \.txt for"
+        wh.WhaleError, match=r"has \.json; expected \.html, \.svg, \.txt"
     ):
         found.save(tmp_path / "x.json")
     with pytest.raises(wh.WhaleError, match="cannot be written"):

@@ -122,7 +122,7 @@ def test_what_if_and_what_it_cannot_change() -> None:
 
 def test_a_check_at_reduced_sizes_is_refused() -> None:
     plan, net = make_plan(), make_net(np.float32)
-    with pytest.raises(wh.WhaleError, match="places embedding tables, whose sizes"):
+    with pytest.raises(wh.WhaleError, match="has embedding tables, which wh.check"):
         wh.check(plan, loss, net, make_batch(0, np.float32), optimizer=OPTIMIZER)
 
 
