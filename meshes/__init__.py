@@ -1,7 +1,7 @@
 """The hardware: device kinds, clusters, links, and their measurements.
 
-Importing this package imports no JAX. The modules that touch JAX are imported by name:
-``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``,
+Importing this package imports no JAX. Import the modules that need JAX by name:
+``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``, and
 ``whalejax.meshes.calibration.calibrate`` measures the local devices.
 """
 

@@ -1,10 +1,8 @@
 """The catalogue of device kinds, read from ``device_kinds.toml``.
 
-The numbers are in a file and not in code, so that someone who reads no Python can check
-them against their sources. This module finds a kind by its name in a cluster's text or
-by JAX's name of a device. It has the default node and network of each kind. A measured
-kind needs no note. For other kinds, a note names the generation whose measurements are
-used, and their possible error.
+This module finds a kind by its name in a cluster's text or by JAX's name of a device.
+It has the default node and network of each kind. For a kind without measurements, a
+note in plans names the generation whose measurements are used, and the possible error.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ class Link:
         name: Name such as ``"nvlink"``.
         bandwidth_bytes_per_second: Rate of one device, or of one link of a torus.
         hop_seconds: Latency of one step of a collective.
-        base_seconds: Cost of starting a collective.
-        peers: Number of other devices to which each has a direct link, with the
-            bandwidth of all these links together; 0 if a switch gives the full
-            bandwidth to any of them.
+        base_seconds: Time to start a collective.
+        peers: Number of other devices to which each device has a direct link. The
+            bandwidth is then the sum over these links. 0 if all devices are joined by a
+            switch, through which each reaches any other at full bandwidth.
     """
 
     name: str
@@ -53,11 +51,11 @@ class Torus:
     Attributes:
         link: One link of the torus.
         dims: Number of dimensions.
-        wrap_multiple: Divisor of an axis's length for which the axis wraps.
-        wrap_needs_all: Whether no axis wraps unless all do.
+        wrap_multiple: An axis wraps if its length is a multiple of this number.
+        wrap_needs_all: Whether axes wrap only if all of them do.
         max_chips: Largest number of chips in one slice.
-        slices: Lengths of each slice that the vendor offers, in order. Empty if slices
-            are whole cubes, or parts of one, with the edge ``wrap_multiple``.
+        slices: Lengths of the axes of each offered slice, in order. Empty if slices
+            consist of full cubes with the edge ``wrap_multiple``, or are part of one.
     """
 
     link: Link
@@ -89,8 +87,9 @@ class Torus:
         return is_part or all(length % edge == 0 for length in lengths)
 
     def near_slices(self, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the offered slices next to these lengths: one with fewer chips, or as
-        many, and one with more.
+        """Returns the offered slices nearest to these lengths.
+
+        One has at most as many chips, and one has more.
 
         >>> entry("v5e").torus.near_slices((3, 5))
         [(2, 4), (4, 4)]
@@ -99,7 +98,7 @@ class Torus:
         """
         chips = math.prod(lengths)
         offered = [s for s in self._offered() if math.prod(s) <= self.max_chips]
-        # Of slices of as many chips, the one closest to a cube.
+        # Of slices with equally many chips, prefer the one closest to a cube.
         sizes = [(math.prod(lengths), sum(lengths), lengths) for lengths in offered]
         below = [(-size, edges, s) for size, edges, s in sizes if size <= chips]
         above = [each for each in sizes if each[0] > chips]
@@ -120,7 +119,7 @@ class Torus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """One kind of the catalogue, with its default node and network.
+    """A kind of device in the catalogue, with its default node and network.
 
     Attributes:
         kind: Kind of device.
@@ -128,13 +127,15 @@ class CatalogueEntry:
         jax_names: Values of ``jax.Device.device_kind`` for the kind.
         node: Link inside a node, None for a torus.
         node_devices: Largest number of devices of a node.
-        chip: Link between the devices of one chip, for chips of several devices.
+        chip: Link between the devices of a chip; None if a chip is one device.
         chip_devices: Number of devices of a chip.
         torus: Torus of the chips; None for kinds in nodes.
         network: Link between nodes or slices; None if unknown.
-        domain: Link between nodes that one switch joins, if there is such a switch.
-        domain_devices: Total number of devices of such nodes.
-        sources: Sources of this entry's numbers; ``kind.sources`` has the device's.
+        domain: Link between the nodes of a group that is joined by one switch; None
+            without such groups.
+        domain_devices: Number of devices of a group.
+        sources: Sources of the numbers of node and network; those of the device are in
+            ``kind.sources``.
     """
 
     kind: DeviceKind
@@ -320,7 +321,7 @@ def number_paths(table: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _sources(table: dict[str, Any], documents: dict[str, Any]) -> tuple[Source, ...]:
-    """Returns the source of every number: that of the longest path that contains it."""
+    """Returns the source of each number, which the longest matching path names."""
     given: dict[str, str] = table["sources"]
     numbers = number_paths({k: v for k, v in table.items() if k != "sources"})
     sources = []
@@ -333,17 +334,18 @@ def _sources(table: dict[str, Any], documents: dict[str, Any]) -> tuple[Source, 
 
 
 SAME = 0.2
-"""Possible error of an efficiency that a kind takes from its generation.
+"""Possible relative error of an efficiency that a kind takes from its generation.
 
-It is twice the error of the median kind that ``scripts/bench_kinds.py`` leaves out.
+It is twice the median error of ``scripts/bench_kinds.py``, which predicts each measured
+kind from the others.
 """
 
 OTHER = 0.4
-"""Possible error if another generation, or another maker's, is used."""
+"""Possible relative error if the efficiency is that of another generation."""
 
 
 def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]:
-    """Returns one note for each kind whose products in a type were not measured.
+    """Returns a note for each kind on which products in a type were not measured.
 
     Args:
         kinds: Kinds of devices.

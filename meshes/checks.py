@@ -1,8 +1,7 @@
 """Checks of arguments of public functions, and of fields of dataclasses.
 
-A wrong argument is refused at the call, in the user's terms; later it would cause a
-message of Python's or JAX's. Values are shown shortened, escaped, and without trust in
-their ``repr``. The module is at the bottom of the import order, and imports no JAX.
+Wrong arguments are refused at the call, before they cause errors inside Python or JAX.
+Messages show values shortened and escaped, and a failing ``repr`` does no harm.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from whalejax.meshes.errors import Problems, WhaleError, is_shown_as_written, vi
 F = TypeVar("F")
 
 LARGEST: Final = 2**63 - 1
-"""Largest accepted integer without another limit: int64's."""
+"""Largest integer that is accepted where no smaller limit applies: that of int64."""
 
 MOST_SAMPLES: Final = 2**40
-"""Most samples of a global batch: more than any data set has, but still divisible."""
+"""Largest accepted number of samples in a global batch."""
 
 _LARGEST_NUMBER: Final = sys.float_info.max
 
@@ -44,7 +43,7 @@ _short.maxstring = _short.maxother = 2 * _LONGEST
 
 
 def short_repr(value: object) -> str:
-    """Returns a value as text for messages: short, on one line, escaped.
+    """Returns a value as a short line of escaped text for messages.
 
     Args:
         value: Any value, even one whose ``repr`` fails.
@@ -63,7 +62,7 @@ def short_repr(value: object) -> str:
 
 
 def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
-    """Whether it is an integer within limits, and no bool.
+    """Whether a value is an integer within limits, and no bool.
 
     >>> is_whole(3, 1), is_whole(True), is_whole(10**30)
     (True, False, False)
@@ -74,7 +73,7 @@ def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite real number, and no bool.
+    """Whether a value is a finite real number, and no bool.
 
     >>> is_number(1.5), is_number(float("nan")), is_number("1")
     (True, False, False)
@@ -86,7 +85,7 @@ def is_number(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is an array or the shape of one, but no class or module of arrays.
+    """Whether a value is an array or an abstract array, and no class or module.
 
     >>> is_array(np.zeros(3)), is_array(np), is_array(np.ndarray), is_array(3.0)
     (True, False, False, False)

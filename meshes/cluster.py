@@ -1,7 +1,7 @@
-"""The cluster that users name, and the functions that make or save one.
+"""``Cluster``, and the functions that make, load and save clusters.
 
-``cluster_text`` reads it from a short text, ``cluster_toml`` and ``paddle_json`` from
-files, and ``detect`` from the running devices.
+``cluster_text`` parses short texts, ``cluster_toml`` and ``paddle_json`` read files,
+and ``detect`` reads the running devices.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Cluster(ClusterData):
 
     Attributes:
         nodes: Nodes in order; devices are numbered node by node.
-        levels: Levels of links, innermost first; the product of their sizes is the
+        levels: Levels of links, innermost first. The product of their sizes is the
             number of devices.
         compiler: Behaviour of the platform's compiler.
-        links: ``[from][to]``, bytes per second of each pair of devices; empty if the
-            levels describe all links.
+        links: Bytes per second from each device to each other device, as
+            ``links[from][to]``. Empty if the levels describe all links.
 
     Raises:
-        WhaleError: Sizes whose product is not the number of devices, kinds of several
-            platforms, invalid numbers; lists all problems.
+        WhaleError: The sizes of the levels do not multiply to the number of devices,
+            kinds are of several platforms, or numbers are invalid; lists all problems.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -81,7 +81,8 @@ class Cluster(ClusterData):
         """Returns the cluster that ``to_json`` described.
 
         Raises:
-            WhaleError: Unknown keys, wrong types, missing values; lists all problems.
+            WhaleError: Keys are unknown, or values missing or invalid; lists all
+                problems.
         """
         problems = Arguments("Cluster.from_json")
         problems.of("data", data, Mapping, "what Cluster.to_json gave")
@@ -98,7 +99,7 @@ class Cluster(ClusterData):
         """Reads a TOML file.
 
         Raises:
-            WhaleError: No such file, not TOML, or a description with problems.
+            WhaleError: The file does not exist, is no TOML, or is invalid.
         """
         _check_path("Cluster.load", path)
         return cls.of(cluster_toml.load(path))
@@ -108,19 +109,18 @@ class Cluster(ClusterData):
         """Reads PaddlePaddle's description of a cluster; see ``paddle_json``.
 
         Raises:
-            WhaleError: No such file, not JSON, or a description with problems.
+            WhaleError: The file does not exist, is no JSON, or is invalid.
         """
         _check_path("Cluster.from_paddle", path)
         return cls.of(paddle_json.load(path))
 
     @classmethod
     def detect(cls, calibrate: bool = True) -> Cluster:
-        """Returns the devices of this process, as JAX sees them. Starts JAX.
+        """Starts JAX, and returns its devices as a cluster.
 
         Args:
-            calibrate: Whether to measure them (at most 20 s, once; the result is
-                cached). False takes the catalogue's numbers; for CPUs, those of its
-                kind ``cpu``.
+            calibrate: Whether to measure the devices, which takes at most 20 s, unless
+                a measurement is cached. False uses the numbers of the catalogue.
 
         Raises:
             WhaleError: A device is neither in the catalogue nor measured.
@@ -144,13 +144,13 @@ class Cluster(ClusterData):
 def cluster(text: str) -> Cluster:
     """Returns the cluster that a short text describes; see ``cluster_text``.
 
-    ``h100:8`` is one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU
-    torus, and ``v100-32:8+p100-16:8`` several kinds. ``mixed.toml`` is a file, and
-    ``paddle.json`` a file of PaddlePaddle's. ``local`` means the devices of this
-    process. ``a100`` means ``a100-80``, its variant with the most memory.
+    ``h100:8`` is one node of 8 devices, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a
+    TPU torus, and ``v100-32:8+p100-16:8`` has nodes of two kinds. ``mixed.toml`` is a
+    file, and ``paddle.json`` a file of PaddlePaddle. ``local`` means the devices of
+    this process. ``a100`` means ``a100-80``, its variant with the most memory.
 
     Raises:
-        WhaleError: The text is none of these; the message shows the grammar.
+        WhaleError: The text is invalid; the message shows the grammar.
 
     Example:
         >>> cluster("v5p:4x4x4").describe()
@@ -158,9 +158,8 @@ def cluster(text: str) -> Cluster:
     """
     if not (is_printable(text) or (isinstance(text, str) and not text)):
         raise WhaleError(
-            f"cluster: text is {short_repr(text)}; expected such as 'h100:8', "
-            "'v5p:4x4x4' "
-            "or a .toml file"
+            f"cluster: text is {short_repr(text)}; expected a cluster such as "
+            "'h100:8', 'v5p:4x4x4' or a .toml file"
         )
     stripped = text.strip()
     if stripped.lower() == "local":

@@ -1,7 +1,7 @@
-"""A cluster as plain data: its nodes, their levels of links, its compiler.
+"""``ClusterData``: the nodes, levels of links and compiler of a cluster.
 
-This is the only description of a plan's hardware. ``cluster.Cluster`` adds reading and
-writing: as text, in files, and from the running devices.
+Plans describe their hardware only by this class. ``cluster.Cluster`` adds parsing,
+files, and detection of the running devices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClusterData:
     levels: tuple[Level, ...]
     compiler: CompilerProfile
     links: tuple[tuple[float, ...], ...] = ()
-    # Computed once: the search reads them for every row that it evaluates.
+    # Computed once, because the search reads these values often.
     _kinds: tuple[DeviceKind, ...] = field(init=False, repr=False, compare=False)
     _slowest: dict[str, DeviceKind] = field(init=False, repr=False, compare=False)
 
@@ -76,13 +76,13 @@ class ClusterData:
 
     @property
     def slowest(self) -> DeviceKind:
-        """Kind that an even share of work waits for, by products in bfloat16."""
+        """Slowest kind, by the speed of matrix products in bfloat16."""
         return self.slowest_for("bfloat16")
 
     def slowest_for(self, dtype: str) -> DeviceKind:
-        """Returns the kind that an even share of products waits for.
+        """Returns the slowest kind for matrix products of a type.
 
-        The order is by FLOP/s of a large product in that type, then by memory speed.
+        The order is by FLOP/s of a large product, then by memory bandwidth.
 
         Args:
             dtype: NumPy name of the operands' type.
@@ -102,7 +102,7 @@ class ClusterData:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the device with least."""
+        """Memory of the device with the least memory."""
         return min(kind.memory_bytes for kind in self.kinds)
 
     @property
@@ -114,9 +114,9 @@ class ClusterData:
     def hash(self) -> str:
         """Twelve hexadecimal digits that identify this hardware.
 
-        The hash covers names, platforms and numbers of the kinds, sizes of the levels,
-        and the compiler: changes that invalidate a plan. Rates and memory are excluded,
-        because they differ slightly each time the same machine is measured.
+        The hash covers the kind, platform and device count of each node, the sizes of
+        the levels, and the compiler. Rates and memory are excluded, because repeated
+        measurements of a machine differ slightly.
         """
         identity = {
             "nodes": [
@@ -145,8 +145,8 @@ class ClusterData:
         """Returns the same cluster with prices.
 
         Args:
-            prices: Hourly price of one device, by the name of its kind, in one
-                currency; kinds that the cluster lacks are ignored.
+            prices: Hourly price of one device, by name of its kind, all in the same
+                currency. Kinds that the cluster lacks are ignored.
 
         Raises:
             WhaleError: A price is no number above zero.
@@ -171,7 +171,7 @@ class ClusterData:
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     def under(self, options: Mapping[str, Any]) -> Self:
-        """Returns the same cluster with its compiler's behaviour under some options.
+        """Returns the same cluster with the compiler's behaviour under XLA options.
 
         Args:
             options: XLA options of the compiler; see ``CompilerProfile.under``.
@@ -180,15 +180,15 @@ class ClusterData:
         return dataclasses.replace(self, compiler=compiler)
 
     def part(self, num_devices: int, first: int = 0) -> Self:
-        """Returns consecutive devices, as one of the equal parts of the cluster.
+        """Returns consecutive devices as a cluster.
 
         Args:
-            num_devices: Number of devices of a part; a divisor of the number of all, or
-                of used, devices.
+            num_devices: Number of devices. It divides the number of all or of used
+                devices.
             first: Number of the first device.
 
         Raises:
-            WhaleError: The links join no such number.
+            WhaleError: The levels of links have no group of this size.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -261,8 +261,8 @@ class ClusterData:
         """Returns the same cluster with other memory on devices of some kinds.
 
         Args:
-            memory_bytes: Memory of one device, by the name of its kind; other kinds
-                stay unchanged, and other names have no effect.
+            memory_bytes: Memory of one device, by name of its kind. Other kinds stay
+                unchanged. Kinds that the cluster lacks are ignored.
 
         Raises:
             WhaleError: A value is not a whole number of 1 or more.
@@ -349,9 +349,9 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
     joined_to_all = level.peers >= level.size - 1
     if level.peers and (not joined_to_all or level.torus or level.shared):
         problems.add(
-            f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, so "
-            "that each member has a link to every other, and neither torus nor shared; "
-            "leave it out where a switch joins them"
+            f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, "
+            "direct links to all other members, and neither torus nor shared; leave "
+            "peers out if a switch joins the members"
         )
 
 

@@ -1,8 +1,7 @@
-"""The running devices as a cluster: groups, torus and kinds from JAX. Starts JAX.
+"""Describes the running devices as a cluster. Starts JAX.
 
-JAX gives the kind of each device, the devices that share a host, and on TPUs the
-coordinates. The catalogue adds how such devices are joined, and calibration replaces
-numbers by measurements. ``assemble`` works on any device-like objects.
+JAX tells the kind of each device, which devices share a host, and the coordinates of
+TPUs. The catalogue adds the links, and calibration replaces numbers by measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from whalejax.meshes.formats.cluster_text import near_cube, node_levels, torus_l
 
 
 def detect(calibrate: bool = True) -> ClusterData:
-    """Returns the devices of this process and of all connected processes.
+    """Returns the devices of this process and of all connected processes as a cluster.
 
     Args:
         calibrate: Whether to measure the local devices, or use the cached measurement.
@@ -34,11 +33,11 @@ def detect(calibrate: bool = True) -> ClusterData:
     devices = jax.devices()
     if devices[0].platform == "cpu" and jax.process_count() > 1:
         raise WhaleError(
-            f"{jax.process_count()} CPU processes with {len(devices)} devices: only "
-            f"the devices of one process can be measured. On one machine say "
-            f'cluster="cpu:{len(devices)}" (the catalogue\'s CPU, so that times are '
-            "rough); or describe the cluster in a TOML file: whalejax calibrate -o "
-            "cluster.toml writes one to start from"
+            f"{jax.process_count()} CPU processes with {len(devices)} devices; only "
+            f"the devices of one process can be measured. On one machine, give "
+            f'cluster="cpu:{len(devices)}", with rough times from the catalogue. Or '
+            "describe the cluster in a TOML file, such as whalejax calibrate -o "
+            "cluster.toml writes"
         )
     return assemble(devices, calibrate_local() if calibrate else None)
 
@@ -47,9 +46,10 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
     """Returns a cluster of some devices, in their order.
 
     Args:
-        devices: Objects with ``platform``, ``device_kind``, ``process_index``, and, if
-            they exist, ``slice_index`` and ``coords``.
-        measured: Local devices as one node; its kind and link replace the catalogue's.
+        devices: JAX devices, or objects with ``platform``, ``device_kind`` and
+            ``process_index``, and optionally ``slice_index`` and ``coords``.
+        measured: Measured node of the local devices, whose kind and link replace those
+            of the catalogue; None without one.
 
     Raises:
         WhaleError: A kind is neither measured nor in the catalogue.
@@ -74,10 +74,9 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
 
 
 def _groups(devices: Sequence[Any]) -> list[list[Any]]:
-    """Groups devices that share a host (GPU, CPU) or a slice (TPU), in order.
+    """Groups GPUs and CPUs by host, and TPUs by slice; ``slice_index`` numbers both.
 
-    XLA numbers both as ``slice_index``. Without it, TPUs are one slice, and other
-    devices are grouped by process.
+    Without ``slice_index``, TPUs are one slice, and others are grouped by process.
     """
     groups: dict[int, list[Any]] = {}
     for device in devices:
@@ -108,7 +107,7 @@ def _entries(devices: Sequence[Any]) -> list[CatalogueEntry]:
 
 
 def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
-    """Returns a CPU kind with a share of this host's memory, not the reference's."""
+    """Returns a CPU kind with a device's share of the memory of this host."""
     if kind.platform != "cpu":
         return kind
     share = host_facts.host_memory_bytes() // len(devices)
@@ -118,7 +117,7 @@ def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
 def _with_measured_inside(
     levels: tuple[Level, ...], measured: ClusterData | None
 ) -> tuple[Level, ...]:
-    """Returns levels with the measured link, if it joins as many devices."""
+    """Returns levels with the measured link, if its number of devices is the same."""
     if measured is None or measured.levels[0].size != levels[0].size:
         return levels
     return (measured.levels[0], *levels[1:])
@@ -129,8 +128,7 @@ def _torus(
 ) -> tuple[Level, ...]:
     """Returns levels from the chips' coordinates; the first coordinate is innermost.
 
-    Chips that do not fill a box, for instance if a user picked some, count as the box
-    nearest a cube.
+    If the chips do not fill a box, the lengths are those of the box nearest to a cube.
     """
     chips = len(groups[0]) // found.chip_devices
     coordinates = {tuple(device.coords) for device in groups[0]}

@@ -1,10 +1,8 @@
-"""Capabilities of one device: memory, bandwidth and FLOP/s, from a datasheet or
-measured.
+"""``DeviceKind``: memory, bandwidth and speed of a device, from datasheets or measured.
 
-``DeviceKind`` is the only description of a device that the planner reads. It returns
-seconds, so that no other module converts a peak to a time. It uses measured points if
-there are any. Otherwise it uses the datasheet's peak times an efficiency, which is
-fitted for kinds of the catalogue and depends on the shape.
+The planner knows a device only by this class, which returns the seconds of operations.
+They follow from measured points if there are any. Otherwise they follow from the
+datasheet's peak times an efficiency, which depends on the shape.
 
 The module is long because each kind of operation has its own rule from peaks, fitted
 shares and measured points to seconds.
@@ -56,19 +54,19 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
 VOLTA = 7
-"""Last generation of GPUs without an attention kernel."""
+"""Generation number of GPUs before those with an attention kernel."""
 
 MOST_MEMORY_BYTES = 2**50
-"""Largest accepted memory of one device, or of its share of a host."""
+"""Largest accepted memory of a device, or of its share of host memory."""
 
 MOST_NUMBER = 1e24
-"""Largest rate, time or price: products of larger ones would overflow."""
+"""Largest accepted rate, time or price; products of larger ones could overflow."""
 
 MOST_CORES = 10**6
 
 KEPT_BYTES = 2**25
-"""Largest block of memory that glibc's malloc may keep when it is freed, with its
-default limits (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
+"""Largest freed block that glibc's malloc reuses (DEFAULT_MMAP_THRESHOLD_MAX, 64
+bits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -80,37 +78,36 @@ class DeviceKind:
         label: Name for displays; ``name`` if empty.
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
         memory_bytes: Capacity of one device.
-        memory_bytes_per_second: Bandwidth between its memory and its cores.
-        flops_per_second: (dtype, dense peak) pairs, without types that it lacks.
-        host_memory_bytes: One device's share of the host's memory.
+        memory_bytes_per_second: Bandwidth of the device's memory.
+        flops_per_second: Pairs of a supported dtype and its dense peak.
+        host_memory_bytes: Memory of the host, divided by its number of devices.
         host_link_bytes_per_second: Bandwidth from device to host, in one direction.
         op_overhead_seconds: Fixed cost of launching one operation of a program.
-        efficiency: Fraction of the peak that large matrix products reach, if there are
-            no measurements.
-        curve: Platform of ``fitted_constants`` whose constants determine its speed, for
-            kinds of the catalogue and those based on them; ``efficiency`` in a file
-            replaces it.
+        efficiency: Fraction of the peak that large matrix products reach, for a kind
+            without ``curve`` and measurements.
+        curve: Platform whose ``fitted_constants`` determine the speed; empty for kinds
+            that are not based on the catalogue, or whose file gives ``efficiency``.
         matmul_half_size: Effective size at which products reach half of ``efficiency``;
             0 means that small shapes are as fast as large ones.
-        matmul_points: Measured products; they replace peak and efficiency.
-        memory_points: Measured bandwidths by bytes moved, for devices whose caches
-            matter; empty means ``achieved_bytes_per_second`` at every size.
-        transcendentals_per_second: Rate of exp, tanh and the like; None if they take no
-            time beyond that of their memory traffic.
-        fresh_bytes_per_second: Bytes over the extra time of the first writes to newly
+        matmul_points: Measured products, which replace peak and efficiency.
+        memory_points: Measured bandwidths by bytes moved; if empty, the bandwidth is
+            ``achieved_bytes_per_second`` at every size.
+        transcendentals_per_second: Rate of exp, tanh and similar functions; None if
+            memory traffic alone determines their time.
+        fresh_bytes_per_second: Rate that gives the extra time of first writes to newly
             allocated memory, which cause page faults; None without extra time.
-        turned_bytes_per_second: Rate of transposes in memory, as convolutions need them
-            on CPUs; None if they take no longer than reads and writes.
-        convolution_share: Rate of convolutions, forward and backward, over that of
-            products of the same sizes; None if they are equal.
-        cores: Number of cores that share the tiles of a product (a GPU's streaming
-            multiprocessors); 0 if tiles do not matter.
-        generation: Generation of the design, such as ``"ampere"``: its measured kinds
-            determine the speed of the others.
+        turned_bytes_per_second: Rate of transposes in memory, which convolutions on
+            CPUs need; None if they take no longer than reads and writes.
+        convolution_share: Ratio of the rate of convolutions, forward and backward, to
+            that of products of the same sizes; None if they are equal.
+        cores: Number of cores that compute tiles of a product, such as the streaming
+            multiprocessors of a GPU; 0 if tiles do not matter.
+        generation: Generation of the design, such as ``"ampere"``. Measured kinds of a
+            generation determine the speed of its other kinds.
         watts: Power of the board; see ``ratings.POWER``.
         timed_models: Models whose micro-batches were measured on this kind.
-        price_per_hour: Price of one device for an hour, in any currency; None without
-            one. The catalogue has none: prices come from the user.
+        price_per_hour: Price of one device for an hour, in any currency; None unless
+            the user gave one.
         sources: Source of each number.
     """
 
@@ -165,7 +162,7 @@ class DeviceKind:
         object.__setattr__(self, "_wide", {t: Curve(p) for t, p in wide.items()})
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         if self._measured_gpu:
-            # Between two uses of an array, a step moves more than a cache stores.
+            # In a step, arrays leave the cache between two uses.
             most = self.memory_bytes_per_second
             moved = [(nbytes, min(rate, most)) for nbytes, rate in moved]
         object.__setattr__(self, "_memory", Curve(moved) if moved else None)
@@ -195,8 +192,8 @@ class DeviceKind:
     def peak_flops(self, dtype: str) -> float:
         """Returns the dense peak in FLOP/s.
 
-        A type without its own peak takes the first peak present of ``FALLBACKS``: for
-        bf16 that is f16, then f32. Products may run in another type: see
+        A type without a peak takes the peak of its first fallback that has one; for
+        bf16 the fallbacks are f16 and then f32. Products may run in another type: see
         ``multiplies_in``. For a measured kind without a datasheet, the peak is the best
         observed rate.
 
@@ -204,7 +201,7 @@ class DeviceKind:
             dtype: One of ``DTYPES`` or a numpy name.
 
         Raises:
-            WhaleError: The kind has no entry and no fallback.
+            WhaleError: The kind has no peak for the type and its fallbacks.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -223,21 +220,20 @@ class DeviceKind:
         )
 
     def was_measured(self, dtype: str) -> bool:
-        """Whether products in a type were timed on this kind itself."""
+        """Whether products in a type were measured on this kind."""
         name = dtype_name(dtype)
         return (name, False) in self._matmul or (name, True) in self._matmul
 
     def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
-        """Returns the type in which a product runs: its own, or one with units for it.
+        """Returns the type in which the device multiplies operands of a type.
 
-        JAX's default precision takes TensorFloat-32 for float32 if available. GPUs
-        without units for bfloat16 (compute capabilities below 8) or float16 convert to
-        float32 to multiply, as the CUDA compiler and cuBLAS do. A measured type stays
-        itself.
+        JAX's default precision multiplies float32 in TensorFloat-32 if available. GPUs
+        without units for bfloat16 (compute capability below 8) or float16 multiply in
+        float32. In a type that was measured, the device multiplies as it is.
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
-            exact: Whether float32 stays unchanged.
+            exact: Whether float32 is multiplied in float32.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind("v100-32").multiplies_in(d) for d in ("bf16", "f16", "f32")]
@@ -267,11 +263,10 @@ class DeviceKind:
         return self.multiplies_in("bf16") == "f32"
 
     def efficiency_in(self, dtype: str) -> Efficiency:
-        """Returns this kind's fraction of its peak in a type, and the kinds measured
-        for it.
+        """Returns the fraction of its peak that this kind reaches, and its origin.
 
         Args:
-            dtype: Type in which it multiplies.
+            dtype: Type in which the device multiplies.
         """
         name = dtype_name(dtype)
         if name not in self._efficiency:
@@ -286,7 +281,7 @@ class DeviceKind:
 
         Args:
             dtype: One of ``DTYPES`` or a numpy name.
-            m, k, n: An (m, k) matrix times a (k, n) matrix; arrays give an array.
+            m, k, n: Sizes of an (m, k) times (k, n) product; arrays give an array.
             batch: Number of products in one operation.
         """
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
@@ -308,10 +303,9 @@ class DeviceKind:
         )
 
     def _least_and_roof(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
-        """Returns FLOP/s: the least time, plus the longer of memory and compute time.
+        """Returns FLOP/s for the least time plus the longer of memory and compute time.
 
-        Rates come from measured products that are neither short nor narrow. The time of
-        a short one is mostly the least time; that of a narrow one is memory traffic.
+        The rates are those of ``wide_rates``.
         """
         flops = 2.0 * m * k * n * batch
         size = ITEM_BYTES.get(dtype, 4)
@@ -328,7 +322,6 @@ class DeviceKind:
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             result = self._flops_per_second(dtype, m, k, n, batch)
             return result if np.ndim(result) else float(result)
-        # A narrow product takes no longer than its zero-padded form.
         fills = np.array((0, *FILLED)).reshape(-1, *np.ndim(m * k * n * batch) * (1,))
         rows, depth, columns = (np.maximum(side, fills) for side in (m, k, n))
         part = (m * k * n) / (rows * depth * columns)
@@ -362,10 +355,10 @@ class DeviceKind:
     def matmul_seconds(self, dtype: str, m: Any, k: Any, n: Any, count: Any = 1) -> Any:
         """Returns the seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
-        The memory bound is not included: take the larger of this and
+        Memory traffic is not included: take the larger of this time and
         ``elementwise_seconds`` of the bytes. ``op_overhead_seconds`` is not included
-        either. On a measured GPU this is the time within a step, which is longer than
-        that of a product alone (``matmul_flops_per_second``).
+        either. On a measured GPU, the time is that within a step, longer than that of a
+        product alone (``matmul_flops_per_second``).
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -389,7 +382,7 @@ class DeviceKind:
 
     @property
     def achieved_bytes_per_second(self) -> float:
-        """Memory bandwidth that operations reach, without measurements by size."""
+        """Memory bandwidth that operations reach, if ``memory_points`` is empty."""
         if self._achieved is None:
             share = constants().memory_of(self) if self.curve else 1.0
             achieved = self.memory_bytes_per_second * share
@@ -406,8 +399,8 @@ class DeviceKind:
     def launch_seconds(self) -> float:
         """Fixed seconds of one operation of a compiled program.
 
-        For a measured GPU, at least the fitted cost of a kernel in training steps:
-        consecutive kernels of one kind start sooner.
+        For a measured GPU, it is at least the fitted cost of a kernel in training
+        steps, because the measured kernels are of one kind and start sooner.
         """
         if self.curve:
             return constants().platforms[self.curve].kernel_seconds
@@ -417,9 +410,9 @@ class DeviceKind:
         return self.op_overhead_seconds
 
     def fresh_seconds(self, nbytes: float) -> float:
-        """Returns the seconds of the first touch of newly allocated bytes.
+        """Returns the extra seconds of the first writes to newly allocated memory.
 
-        Blocks of up to ``KEPT_BYTES`` are free: they reuse freed memory.
+        They are 0 for up to ``KEPT_BYTES``, which reuse freed memory.
         """
         if isinstance(nbytes, np.ndarray):
             raise WhaleError("nbytes is an array; expected one number of bytes")
@@ -472,8 +465,7 @@ class DeviceKind:
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuses invalid numbers of bytes or elements.
 
-    A search makes many arrays, so of these only the type and, if ``above_zero``, the
-    least value are checked.
+    Of arrays, only the type and, if ``above_zero``, the least value are checked.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         if not above_zero or (value.size and value.min() > 0):
@@ -497,8 +489,8 @@ def check_name(where: str, name: str, problems: Problems) -> None:
     """
     if not isinstance(name, str) or not is_shown_as_written(name):
         problems.add(
-            f"{where}: got {as_json(name)}, expected text without control characters "
-            "and marks of direction"
+            f"{where}: got {as_json(name)}, expected text without control and "
+            "bidirectional characters"
         )
     elif len(name) > MOST_NAME:
         problems.add(
@@ -563,8 +555,7 @@ def _check_rates(kind: DeviceKind, problems: Problems) -> None:
     if not 0 < kind.efficiency <= 1:
         problems.add(
             f"efficiency: got {short_repr(kind.efficiency)}, expected a fraction "
-            "above 0, "
-            "at most 1"
+            "above 0, at most 1"
         )
     for path in ("op_overhead_seconds", "matmul_half_size"):
         value = getattr(kind, path)
@@ -574,8 +565,7 @@ def _check_rates(kind: DeviceKind, problems: Problems) -> None:
     if not is_whole(kind.cores, 0, MOST_CORES):
         problems.add(
             f"cores: got {short_repr(kind.cores)}, expected 0 to {MOST_CORES}; leave "
-            "it "
-            "out where tiles of a product do not matter"
+            "it out if tiles of a product do not matter"
         )
 
 

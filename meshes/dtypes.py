@@ -1,7 +1,6 @@
 """Names of element types, and the fallbacks for missing rates.
 
-Descriptions of hardware use ``bf16``, traced models ``bfloat16``; this module maps the
-names to each other.
+Descriptions of hardware write ``bf16``, and traced models ``bfloat16``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ PRECISIONS = ("f32", "bf16", "f16")
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8", "f4")
 
-# Fallback rates, in order, for a type without its own. Users of half precision want it,
-# so the other half type comes before f32; f64 has no fallback, because every other rate
-# is several times too fast.
+# Types whose rates are used for a type without a rate, in order. f64 has none, because
+# all other types are several times faster.
 FALLBACKS: dict[str, tuple[str, ...]] = {
     "f64": ("f64",),
     "f32": ("f32",),
@@ -28,7 +26,7 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "f4": ("f4", "f8", "bf16", "f16", "f32"),
 }
 
-# Products of integers and booleans are too rare to have rates of their own.
+# Products of integers and booleans have the rates of other types.
 _NUMPY_NAMES = {
     "float64": "f64",
     "float32": "f32",
@@ -44,7 +42,7 @@ def dtype_name(dtype: str) -> str:
     """Returns the short name of an element type, from a short or a NumPy name.
 
     Raises:
-        WhaleError: It is no text, or no device multiplies this type.
+        WhaleError: ``dtype`` is no text, or no device multiplies this type.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")
@@ -53,8 +51,7 @@ def dtype_name(dtype: str) -> str:
     if not isinstance(dtype, str):
         raise WhaleError(
             f"dtype is {short_repr(dtype)}; expected the name of an element type, "
-            "one of "
-            f"{', '.join(DTYPES)}"
+            f"one of {', '.join(DTYPES)}"
         )
     if dtype in FALLBACKS:
         return dtype

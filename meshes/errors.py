@@ -1,15 +1,11 @@
-"""Errors that name every problem at once, warnings, progress events, and quoted text.
+"""Errors that list all problems, warnings, progress reports, and quoted text.
 
-A plan, a cluster file or a model can have several errors; fixing them one run at a time
-wastes the user's day. So checks collect problems in ``Problems`` and raise once.
-Planning and compiling take seconds to minutes. They report their activities here,
-independent of terminals; ``whalejax.cli.progress`` shows them if requested. The module
-is at the bottom of the import order, so that every package can use it.
+Checks collect problems in ``Problems``, which raises one error for all. Planning and
+compiling report their activities by ``tell``, and ``whalejax.cli.progress`` shows them.
 
-A name in a file reaches terminals, pages and charts. Control characters move a
-terminal's cursor, bidirectional marks reorder a line, newlines forge a second one.
-Files with such characters are refused, and text quoted by errors is escaped and
-shortened.
+Names from files appear on terminals, pages and charts. Control characters and
+bidirectional marks in a name could change what else is shown there. Files with such
+characters are refused, and text in errors is escaped and shortened.
 """
 
 from __future__ import annotations
@@ -31,18 +27,18 @@ MOST_QUOTED: Final = 200
 """Maximum number of characters of a value in an error."""
 
 MOST_NAME: Final = 1000
-"""Maximum number of characters of a name, as terminals and charts show it in full."""
+"""Maximum number of characters of a name, which terminals and charts show in full."""
 
 MOST_LINE: Final = 4000
 """Maximum number of characters of one line of an error."""
 
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
-"""Unicode categories: control and format characters (including escapes, marks of
-direction and of zero width), surrogates, line separators."""
+"""Unicode categories of control and format characters, surrogates and line
+separators."""
 
 
 def is_invisible(character: str) -> bool:
-    """Whether a character changes the display of others, or shows nothing itself.
+    """Whether a character is not shown, or changes how others are shown.
 
     >>> [is_invisible(c) for c in "aµ→ \\x1b\\u202e\\n"]
     [False, False, False, False, True, True, True]
@@ -73,7 +69,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def clipped(text: str, most: int = MOST_QUOTED) -> str:
-    """Returns the text, or its beginning and its length.
+    """Returns the text, or the beginning and the length of a longer text.
 
     >>> clipped("x" * 300, 8)
     'xxxxxxxx… (300 characters)'
@@ -94,8 +90,7 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
     try:
         text = write(value)
     except (RecursionError, ValueError, TypeError, OverflowError):
-        # Nested too deeply, an integer of thousands of digits, or a surrogate in the
-        # text.
+        # For instance, the value is nested too deeply or contains a surrogate.
         return f"a {type(value).__name__} that cannot be shown"
     return clipped(visible(text))
 
@@ -110,7 +105,7 @@ def as_json(value: object) -> str:
 
 
 def message(text: str) -> str:
-    """Returns an error's text: line breaks stay, other hidden characters are escaped.
+    """Returns an error's text with hidden characters escaped, except line breaks.
 
     >>> message("a\\x07b\\nc")
     'a\\\\x07b\\nc'
@@ -122,15 +117,14 @@ def message(text: str) -> str:
 
 
 MOST_LISTED: Final = 20
-"""Most problems that one error lists; a damaged file can have one in every line."""
+"""Maximum number of problems that one error lists."""
 
 
 class WhaleError(ValueError):
-    """Unusable input from the user; the message names a remedy.
+    """Invalid input from the user; the message names a remedy.
 
     Args:
-        text: Message; control characters in it are escaped, and a line of many thousand
-            characters is cut.
+        text: Message. Its control characters are escaped, and long lines are cut.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -138,7 +132,7 @@ class WhaleError(ValueError):
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the calling line outside the library, at any call depth.
+    """Warns with the line of the user's code that called the library.
 
     Args:
         text: Text of the warning.
@@ -214,7 +208,7 @@ class Problems:
         """Raises one error with every problem, or returns if there is none.
 
         Raises:
-            WhaleError: Or ``kind``, if at least one problem was recorded.
+            WhaleError: At least one problem was recorded; of class ``kind`` if given.
         """
         if self.messages:
             raise (self.kind if kind is None else kind)(self.text(title))

@@ -1,10 +1,9 @@
 """Fractions of the datasheets' peaks that devices reach, fitted to published runs.
 
-There is one set of constants for each platform, fitted to training steps, and
-efficiencies by kind and type, fitted to training steps or single layers. They are read
-from ``fitted.toml``, where every number names its data. ``Constants.efficiency_of``
-alone determines what a kind reaches in a type: the costs of one operation, of many at
-once and the estimates of a table use it. The functions take floats and NumPy arrays.
+Each platform has a set of constants that were fitted to training steps. Efficiencies by
+kind and type were fitted to training steps or to single layers. All are read from
+``fitted.toml``, which names the data of every number. ``Constants.efficiency_of``
+returns the efficiency of a kind in a type. Functions take floats and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 
 
 TUNED = "tuned"
-"""Replaces a 16-bit type, for frameworks whose products are fitted separately."""
+"""Name of 16-bit types for frameworks whose products were fitted separately."""
 
 ASSUMED = 0.7
-"""Efficiency of a family without a similar one: that of most known kinds."""
+"""Efficiency of a kind without measured kinds that resemble it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +47,38 @@ class Achieved:
 
     Attributes:
         half_depth: Contracted size at which a product reaches half of its speed.
-        half_size: ``half_depth`` for ``effective_size``.
+        half_size: Value of ``effective_size`` at which a product reaches half of its
+            speed.
         tile_medium, tile_small, tile_smallest: Speed of the last three of ``TILES``,
             relative to the first two.
-        tile_idle: Part of the cores that the last round of tiles leaves idle.
-        attention: Fraction of the peak in a fused attention kernel.
-        attention_before: Factor for each generation that the kernel is older than the
-            device.
-        attention_half: Sequence at which such a kernel reaches half of that.
-        unaligned: Speed factor of a product in an eager framework, for each halving of
-            the 16 bytes that should divide its sizes.
+        tile_idle: Fraction of the cores without a tile in the last round that are idle.
+        attention: Fraction of the peak that a fused attention kernel reaches.
+        attention_before: Speed factor for each generation by which the attention kernel
+            is older than the device.
+        attention_half: Sequence length at which an attention kernel reaches half of
+            ``attention``.
+        unaligned: Speed factor of a product in an eager framework. It applies once for
+            each halving of the 16 bytes by which its sizes should be divisible.
         memory: Fraction of the memory bandwidth.
-        kernel_seconds: Cost of every kernel of a compiled program.
-        launch_seconds: Cost of every kernel if a host launches operations individually.
-        dispatch_seconds: Host's time for one operation that it launches.
-        micro_seconds: Host's time between two micro-batches that it launches.
+        kernel_seconds: Fixed time of each kernel of a compiled program.
+        launch_seconds: Fixed time of each kernel in an eager framework.
+        dispatch_seconds: Host time to launch an operation in an eager framework.
+        micro_seconds: Host time between two micro-batches in an eager framework.
         jitter_seconds: Delay of the slower of two hosts at a collective.
-        blend: Exponent that combines the device's and the host's time: a smooth
-            maximum, as both vary between operations.
+        blend: Exponent of the smooth maximum of device time and host time.
         node: Fraction of the bandwidth inside a node, or of a torus, for families
-            without their own.
+            that are not in ``Constants.node``.
         node_seconds: Time in which a collective inside a node reaches its bandwidth.
         network: Fraction of the bandwidth between nodes or slices.
-        point: Fraction of either bandwidth between two pipeline stages.
+        point: Fraction of the bandwidth, inside or between nodes, that transfers
+            between pipeline stages reach.
         ring_seconds: Time of one hop of a reduce-scatter or all-gather over data ranks.
-        bucket_bytes: Bytes that such a collective handles at once.
-        overlap_gradients: Overlapped part of their reduction, if frameworks overlap it.
-        overlap_parameters: Overlapped part of gathering parameters.
-        overlap_layers: Overlapped part of collectives inside layers.
-        update_bytes: Bytes that the optimizer moves for a parameter.
+        bucket_bytes: Bytes that one collective over data ranks handles.
+        overlap_gradients: Overlapped fraction of the reduction of gradients, if the
+            framework overlaps it.
+        overlap_parameters: Overlapped fraction of the gathering of parameters.
+        overlap_layers: Overlapped fraction of collectives inside layers.
+        update_bytes: Bytes that the optimizer moves per parameter.
         step_seconds: Fixed time of every step.
         reserve_bytes: Device memory that the runtime reserves.
     """
@@ -143,7 +145,7 @@ WHOLE = Achieved(
     step_seconds=0.0,
     reserve_bytes=0.0,
 )
-"""Constants of a measured platform: its numbers are used unchanged."""
+"""Constants that leave the numbers of a measured kind unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +153,10 @@ class Efficiency:
     """Largest share of its peak that a kind reaches in products of a type.
 
     Attributes:
-        share: Share of the peak.
-        measured: Whether that kind itself was measured in that type.
-        of: Kinds or families whose measurements determine it; empty for the default.
+        share: Share of the peak, from 0 to 1.
+        measured: Whether this kind was measured in this type.
+        of: Kinds or families whose measurements determine ``share``; empty if it is the
+            default.
     """
 
     share: float
@@ -167,13 +170,14 @@ class Constants:
 
     Attributes:
         platforms: Constants of each platform, by name.
-        efficiency: (family of kinds, type) to the largest share of the peak, from
+        efficiency: Largest share of the peak by (family of kinds, type), fitted to
             training steps.
-        node: Family of kinds to the share that links inside a node reach, if it differs
-            from the platform's.
-        blocks: (kind, type) to the same share as ``efficiency``, from single layers.
-        memory: Kind to the share of its memory bandwidth, if not the platform's.
-        sources: Runs whose training steps were used for the fit.
+        node: Share of the bandwidth inside a node by family of kinds, where it differs
+            from that of the platform.
+        blocks: Largest share of the peak by (kind, type), fitted to single layers.
+        memory: Share of the memory bandwidth by kind, where it differs from that of the
+            platform.
+        sources: Names of the runs whose training steps were used for the fit.
     """
 
     platforms: Mapping[str, Achieved]
@@ -184,8 +188,9 @@ class Constants:
     sources: str = ""
 
     def node_of(self, family: str, platform: str) -> float:
-        """Returns the share that links inside a node reach: a family's, or a similar
-        one's.
+        """Returns the share of the bandwidth that a family reaches inside a node.
+
+        A family without measurements has the share of a similar one.
         """
         if family in self.node:
             return self.node[family]
@@ -200,14 +205,14 @@ class Constants:
     ) -> Efficiency:
         """Returns the largest share of its peak that a kind reaches in a type.
 
-        Measurements of the kind or its family come first. Then follow those of its
-        generation, each in proportion to ``POWER`` of the watts per FLOP/s, or of its
-        fallback generation.
+        Measurements of the kind or its family count first. Otherwise it is the mean
+        over measured kinds of the same generation, scaled by the power ``POWER`` of
+        watts per FLOP/s; or the mean of the fallback generation.
 
         Args:
             kind: Kind of device.
-            dtype: Type in which it multiplies, one of ``DTYPES``, or ``TUNED``.
-            default: Value for a kind without a similar one; default: ``ASSUMED``.
+            dtype: Type in which the kind multiplies: one of ``DTYPES``, or ``TUNED``.
+            default: Share if no measured kind is similar; default: ``ASSUMED``.
         """
         wanted = width_of(dtype)
         near, (first, *others) = _NEAR.get(wanted, ()), (*_line(kind.generation), "")
@@ -225,10 +230,7 @@ class Constants:
     def _like(
         self, kind: RatedDevice, generation: str, width: str
     ) -> Efficiency | None:
-        """Returns the measurement in a type; for a generation, the mean of its kinds.
-
-        Without a generation, the kind itself or its family counts.
-        """
+        """Returns the efficiency from measurements of the kind, or of a generation."""
         if not generation:
             for known, name in (
                 (self.blocks, kind.name),
@@ -252,9 +254,10 @@ class Constants:
     def _carry_over(
         self, kind: RatedDevice, width: str, shares: Mapping[str, float]
     ) -> Efficiency:
-        """Returns the mean of other kinds' shares, within a generation scaled by power.
+        """Returns the mean share of other kinds.
 
-        Generations differ in efficiency per watt, so power does not compare them.
+        Shares of the same generation are scaled by power. Generations differ in
+        efficiency per watt, so shares of other generations are not.
         """
         logs = []
         for name, share in shares.items():
@@ -267,8 +270,9 @@ class Constants:
         return Efficiency(share=share, measured=False, of=tuple(shares))
 
     def memory_of(self, kind: RatedDevice) -> float:
-        """Returns the share that a kind's memory bandwidth reaches: its own, or a
-        similar kind's.
+        """Returns the share of its memory bandwidth that a kind reaches.
+
+        A kind without measurements has the share of a similar one.
         """
         for name in (kind.name, kind.family):
             if name in self.memory:
@@ -285,7 +289,7 @@ class Constants:
 
 
 MOST = 0.97
-"""Upper limit of the share of the peak, regardless of power."""
+"""Upper limit of the share of the peak after scaling by power."""
 
 _NEAR: Mapping[str, tuple[str, ...]] = {
     "bf16": (TUNED,),
@@ -295,7 +299,7 @@ _NEAR: Mapping[str, tuple[str, ...]] = {
     "tf32": ("bf16", TUNED),
     "f32": ("bf16", TUNED),
 }
-"""Types whose efficiency replaces another's on one kind."""
+"""Types whose efficiency a kind has in a type without measurements."""
 
 _TYPE = {TUNED: "bf16"}
 
@@ -312,7 +316,7 @@ def _line(generation: str) -> Iterator[str]:
 
 
 def width_of(dtype: str) -> str:
-    """Returns the type of a recorded efficiency: bf16 for 16 bits, f32 for f64."""
+    """Returns the type under which efficiencies are recorded, such as bf16 for f16."""
     wide = {"f32": "f32", "f64": "f32"}
     kept = ("tf32", "f8", "f4", TUNED)
     return wide.get(dtype, dtype if dtype in kept else "bf16")
@@ -320,7 +324,7 @@ def width_of(dtype: str) -> str:
 
 @functools.cache
 def constants() -> Constants:
-    """Returns the constants of this version."""
+    """Returns the constants of ``fitted.toml``."""
     return read(tomllib.loads(_text()))
 
 
@@ -330,7 +334,7 @@ def _text() -> str:
 
 
 def read(data: Mapping[str, Any]) -> Constants:
-    """Returns constants from the tables of a TOML file."""
+    """Returns the constants in the data of a TOML file."""
     names = [field.name for field in dataclasses.fields(Achieved)]
     return Constants(
         platforms={
@@ -354,18 +358,18 @@ def _by_type(tables: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 
 CORE = 312e12 / 108
-"""FLOP/s of one core to which the sizes refer: an A100's in 16 bits."""
+"""FLOP/s of one core of an A100 in 16 bits, for which sizes were fitted."""
 
 
 def pace_of(peak_flops: Any, cores: Any) -> Any:
-    """Returns the speed of one core relative to that of the fitted curve.
+    """Returns the speed of a core relative to the core for which sizes were fitted.
 
-    The waits at the start of a tile and the writes at its end do not get faster, so a
-    faster core needs longer products for the same share.
+    A tile has fixed times at its start and end, so a faster core needs longer products
+    to reach the same share of its peak.
 
     Args:
-        peak_flops: Peak of the device, in one type.
-        cores: Number of cores, as in ``shape_share``.
+        peak_flops: Peak FLOP/s of the device in one type.
+        cores: Number of cores of the device.
     """
     return np.where(cores > 0, peak_flops / np.maximum(1.0, cores) / CORE, 1.0)
 
@@ -376,11 +380,11 @@ def shape_share(
     """Returns the share of the largest speed that a product of this shape reaches.
 
     Args:
-        m, k, n: An (m, k) matrix times a (k, n) matrix.
+        m, k, n: Sizes of an (m, k) times (k, n) product.
         batch: Number of products in one operation.
-        cores: Number of cores that compute its tiles in turn; 0 if tiles do not matter.
+        cores: Number of cores that compute tiles; 0 if tiles do not matter.
         curve: ``Achieved`` of the platform, or an object with arrays as its fields.
-        pace: From ``pace_of``.
+        pace: Relative speed of a core; see ``pace_of``.
     """
     busy = tile_share(
         m,
@@ -409,15 +413,15 @@ def tile_share(
 ) -> Any:
     """Returns the fraction of a GPU's cores that a product of this shape keeps busy.
 
-    A product is divided into tiles, one for a core at a time, so the last round of
-    tiles leaves cores idle; smaller tiles leave fewer idle but run slower.
+    A product is divided into tiles, and a core computes one tile at a time. In the last
+    round some cores have no tile. Smaller tiles leave fewer cores idle, but run slower.
 
     Args:
         m, n, batch: Rows, columns and count of the products.
         cores: Streaming multiprocessors of the device.
         small, smaller, smallest: Speed of the last three of ``TILES``.
-        idle: Part of the last round's idle cores that stays idle; other operations and
-            splits of long products use the rest.
+        idle: Fraction of the cores without a tile in the last round that are idle;
+            other operations and splits of long products use the others.
     """
     best: Any = 0.0
     for (rows, columns), speed in zip(
@@ -433,12 +437,12 @@ def tile_share(
 
 
 def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
-    """Writes constants as the TOML that ``read`` reads.
+    """Writes constants to a TOML file for ``read``.
 
     Args:
         found: Fitted constants.
         path: Path of the file.
-        sources: Names of the runs used for the fit.
+        sources: Names of the runs that were used for the fit.
     """
     lines = [
         "# What devices deliver of their datasheets' peaks. Written by",

@@ -1,7 +1,7 @@
-"""Facts about the host of this process, from the operating system.
+"""Reads processor, cores and memory of this host from the operating system.
 
-Containers have less than the machine: the limits of their control group count, in the
-paths of both versions. No JAX, so that a launcher can use it before JAX starts.
+In a container, the limits of its control group count, of version 1 or 2. The module
+imports no JAX.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name, with family and model number if known.
 
-    The name alone does not distinguish machines: virtual ones often show only the
-    maker's name.
+    On virtual machines, the name is often only that of the maker.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -34,7 +33,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_cores(cgroup: Path = _CGROUP) -> float:
-    """Returns the cores that this process may use: its affinity within its quota."""
+    """Returns the number of cores that this process may use, by affinity and quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
     else:

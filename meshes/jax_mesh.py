@@ -1,8 +1,7 @@
-"""The JAX mesh of a plan's axes. Starts JAX when called.
+"""Makes the JAX mesh of a plan. Calls start JAX.
 
-``jax.make_mesh`` silently leaves devices idle if the product is too small, and gives
-Explicit axes, with which unmodified Flax models fail. This module alone makes meshes as
-plans need them.
+Unlike ``jax.make_mesh``, ``build_mesh`` refuses to leave devices idle, and its axes are
+Auto. Unmodified Flax models fail with Explicit axes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from whalejax.meshes.checks import Arguments, is_printable, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 
 
-# To type checkers ``jax.Device`` is a variable, not a class.
+# Type checkers take ``jax.Device`` for a variable.
 Device: TypeAlias = Any
 
 _SHOWN_FACTORIZATIONS = 6
@@ -35,15 +34,16 @@ def build_mesh(
     """Returns a mesh with Auto axes over the devices, in the given order.
 
     Args:
-        axes: (name, size) pairs, outermost first; the last joins neighbouring devices.
-        devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
-            None.
+        axes: (name, size) pairs, outermost first. Neighbouring devices differ in the
+            last axis.
+        devices: Devices in the cluster's order, node by node; default:
+            ``jax.devices()``.
         allow_idle: Whether to use the first devices and leave the rest idle.
-        order: Number of each mesh position's device among them; default: their order.
+        order: Index in ``devices`` for each position of the mesh; default: in order.
 
     Raises:
-        WhaleError: Sizes whose product is not the number of devices, an axis twice, a
-            size below one, or an order of too few devices; lists all problems.
+        WhaleError: The product of the sizes is not the number of devices, an axis is
+            given twice, a size is below 1, or ``order`` is invalid; lists all problems.
 
     Example:
         >>> import jax
@@ -68,7 +68,7 @@ def build_mesh(
         problems.add(_wrong_product(axes, used, len(given)))
     if not problems and order and len(order) < used:
         problems.add(
-            f"order has {len(order)} numbers of devices, and the mesh {used} "
+            f"order has {len(order)} numbers of devices, but the mesh has {used} "
             "positions; give a number for each"
         )
     problems.raise_if_any()
@@ -79,9 +79,9 @@ def build_mesh(
 
 
 def cluster_order(devices: Sequence[Device]) -> list[Device]:
-    """Orders devices as a described cluster does: slice by slice, last axis fastest.
+    """Orders devices as in clusters: slice by slice, with the last axis fastest.
 
-    JAX numbers the chips of a torus with the first coordinate fastest. Devices without
+    JAX orders the chips of a torus with the first coordinate fastest. Devices without
     coordinates keep their order.
 
     Args:
@@ -98,7 +98,7 @@ def cluster_order(devices: Sequence[Device]) -> list[Device]:
 
 
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Returns a layout as a PartitionSpec, in the one form that compares equal.
+    """Returns a layout as a PartitionSpec in normal form, so that equal ones compare.
 
     Args:
         spec: Mesh axes of each dimension, outermost first.
@@ -125,30 +125,29 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def automatic_axes(mesh: Any) -> frozenset[str]:
-    """Returns the axes of a mesh that are left to the compiler; ``shard_map``'s are
-    manual.
+    """Returns the axes of a mesh that are not manual, as those of ``shard_map`` are.
 
     Args:
-        mesh: Mesh of devices, or the abstract one inside ``shard_map``.
+        mesh: Mesh of devices, or the abstract mesh inside ``shard_map``.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(axis for axis, kind in kinds if kind != AxisType.Manual)
 
 
 def has_manual_axes(mesh: Any) -> bool:
-    """Whether a mesh is the one inside a ``shard_map``."""
+    """Whether a mesh has manual axes, as inside ``shard_map``."""
     return AxisType.Manual in mesh.axis_types
 
 
 def on_automatic_axes(
     function: Callable[..., Any], mesh: Any, inputs: Any, outputs: Any
 ) -> Callable[..., Any]:
-    """Maps a function of one device's parts over the axes left to the compiler.
+    """Maps a function of the shards of a device over the automatic axes of a mesh.
 
     Args:
-        function: Function from the parts of one device to its parts of the results.
-        mesh: Mesh of devices, or the abstract one inside ``shard_map``.
-        inputs, outputs: PartitionSpecs over these axes.
+        function: Function from the shards of a device to its shards of the results.
+        mesh: Mesh of devices, or the abstract mesh inside ``shard_map``.
+        inputs, outputs: PartitionSpecs over the automatic axes.
     """
     axes = automatic_axes(mesh)
     if not axes:
@@ -159,7 +158,7 @@ def on_automatic_axes(
         in_specs=inputs,
         out_specs=outputs,
         axis_names=axes,
-        check_vma=False,  # Differences between devices are intended here.
+        check_vma=False,  # Results may differ between devices.
     )
 
 
@@ -193,11 +192,7 @@ def _check(
 
 
 def are_devices(devices: Any) -> bool:
-    """Whether the argument has one or more devices.
-
-    Args:
-        devices: Argument to check.
-    """
+    """Whether an argument is a sequence of one or more devices."""
     if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
         return False
     if getattr(devices, "ndim", 1) == 0:  # no sequence, though of an array class

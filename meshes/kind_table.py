@@ -1,9 +1,6 @@
-"""The table of device kinds in the documentation.
+"""Makes the table of device kinds in the documentation, from the catalogue.
 
-    python -m whalejax.meshes.kind_table
-
-The page is written from the catalogue and the fitted constants, so it agrees with the
-plans; a test checks it.
+python -m whalejax.meshes.kind_table
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ HEADER = (
 
 
 def table() -> list[str]:
-    """Returns a Markdown table's lines: peaks in TFLOP/s, and the shares reached."""
+    """Returns a Markdown table's lines, with peaks in TFLOP/s and reached shares."""
     return [*HEADER, *(_line(entry.kind) for entry in entries().values())]
 
 

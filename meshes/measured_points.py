@@ -1,8 +1,4 @@
-"""Measured points of one kind of device, and their interpolation.
-
-It is separate from ``device_kinds``, which computes with these points: this module has
-the facts of a cluster file, their sources, and their interpolation.
-"""
+"""Measured points of a kind of device in a cluster file, sources and interpolation."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ class Source:
 
     Attributes:
         field: Name of the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
-        url: Address of the document; ``"measured: ..."`` names the command that
-            measured it and ``"assumption: ..."`` the replacement of an unpublished
-            number.
+        url: Address of the document. ``"measured: ..."`` names the command that
+            measured the number. ``"assumption: ..."`` explains how an unpublished
+            number was chosen.
         title: Title of the document.
         date: Date of its publication, or of the measurement, as ``YYYY-MM`` or
             ``YYYY-MM-DD``.
@@ -42,9 +38,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulPoint:
-    """One measured product of an (m, k) with a (k, n) matrix, all devices at once.
+    """Measured product of an (m, k) with a (k, n) matrix, on all devices at once.
 
-    ``batch`` above 1 is the number of products in one operation.
+    ``batch`` is the number of products in one operation.
     """
 
     dtype: str
@@ -60,7 +56,7 @@ class MatmulPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthPoint:
-    """Measured bandwidth of an operation that moves a total number of bytes."""
+    """Measured bandwidth of an operation, and the bytes that it moves."""
 
     moved_bytes: int
     bytes_per_second: float
@@ -70,17 +66,17 @@ class BandwidthPoint:
 
 
 FILLED = (64, 256, 512)
-"""Sides up to which smaller products may be padded.
+"""Sizes to which smaller sides of a product may be padded.
 
-The first is the side from which measurements or fits hold; the others keep most of a
-device busy.
+From the first size on, measurements and fits are valid. Products of the other sizes
+keep most of a device busy.
 """
 
 
 def effective_size(m: Any, k: Any, n: Any) -> Any:
     """Returns the side of the cube with as many FLOPs per moved element as (m, k, n).
 
-    This harmonic mean is small as soon as one side is, like the achieved FLOP/s.
+    It is the harmonic mean of the sides, which is small if one side is small.
 
     Example:
         >>> effective_size(256, 256, 256)
@@ -92,7 +88,7 @@ def effective_size(m: Any, k: Any, n: Any) -> Any:
 
 
 NARROW = 128
-"""Side up to which a product is narrow: its time depends on memory, not on rates."""
+"""Largest side of a narrow product, whose time depends on memory traffic."""
 
 ITEM_BYTES = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1, "f4": 0.5}
 """Bytes of an element of a product."""
@@ -103,16 +99,14 @@ to five steps of GPTs on an H200 (``measured/h200.json``); its causes, such as a
 that falls under load, were not measured separately."""
 
 HARDLY_MORE = 2.0
-"""Factor over the shortest product; if no product takes as long, the least time is
-unknown.
-"""
+"""The least time is known if a product took this many times as long as the shortest."""
 
 
 def least_seconds(points: Sequence[MatmulPoint]) -> float:
-    """Returns the least time of any product on a device, whatever its size.
+    """Returns the seconds that a product of any size takes at least.
 
-    It is that of the shortest measured product, if others took twice as long; if all
-    are as short, or there is only one, it is unknown (0).
+    They are those of the shortest measured product if another took twice as long; else
+    they are unknown, and 0.
     """
     each = [2.0 * p.m * p.k * p.n * p.batch / p.flops_per_second for p in points]
     least = min(each, default=0.0)
@@ -122,13 +116,13 @@ def least_seconds(points: Sequence[MatmulPoint]) -> float:
 def wide_rates(
     points: Sequence[MatmulPoint], least: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Returns FLOP/s by type and effective size, of products that show a rate.
+    """Returns pairs of effective size and FLOP/s by type.
 
-    These are wide single products that took well above the least time.
+    Narrow products, batched ones and those of nearly the least time are left out.
 
     Args:
-        points: Measured points.
-        least: Seconds of each that do not count in the rates.
+        points: Measured products.
+        least: Seconds to subtract from the time of each product; see ``least_seconds``.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
     long = HARDLY_MORE * least_seconds(points)
@@ -150,7 +144,7 @@ class TimedModel:
         weights: Hash of the model's parameters; see ``shares.weights_hash``.
         samples: Number of samples of the micro-batch.
         seconds: Measured seconds, forward and backward.
-        predicted_seconds: Prediction for this device at the time of measurement.
+        predicted_seconds: Predicted seconds, at the time of measurement.
         title: Name of the model.
     """
 
@@ -165,10 +159,10 @@ class TimedModel:
 
 
 class Curve:
-    """A positive quantity, interpolated in the logarithms of both axes.
+    """Interpolates positive points in the logarithms of both axes.
 
-    It is constant beyond its ends: extrapolating the slope between two noisy points
-    would predict impossible speeds.
+    The curve is constant beyond its ends. Extrapolating the slope between two noisy
+    points could predict impossible speeds.
     """
 
     __slots__ = ("x", "y")

@@ -1,8 +1,7 @@
-"""Combines separately measured device kinds in one cluster.
+"""Combines separately measured nodes of several kinds in one cluster.
 
-``whalejax calibrate`` describes the devices of one host. A cluster of several kinds
-combines several such descriptions: each has its kind under a unique name. Their network
-is given here, because no host can measure it alone.
+``whalejax calibrate --append`` adds the measured devices of a host to a description. A
+host cannot measure the network between hosts, so the network is chosen here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
 
     Args:
         name: Name of the kind.
-        beside: Contents of the file, if they stay.
+        beside: Contents of the file if they stay, else None.
 
     Raises:
-        WhaleError: The name is malformed, or another kind has it.
+        WhaleError: The name is malformed, or another kind in the file has it.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise WhaleError(
@@ -35,16 +34,16 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
     there = [] if beside is None else [kind.name for kind in beside.kinds]
     if name in there:
         raise WhaleError(
-            f"the file holds a kind {name!r} already (it has {', '.join(there)}). Give "
-            "this one another name with --kind, or take another file"
+            f"the file already has a kind {name!r} (its kinds: {', '.join(there)}). "
+            "Give another name with --kind, or another file"
         )
 
 
 def check_replaced(name: str, there: ClusterData) -> None:
-    """Refuses to replace a file that describes other kinds by one kind.
+    """Refuses to overwrite a file that describes other kinds.
 
     Args:
-        name: Name of the kind.
+        name: Name of the kind to write.
         there: Contents of the file.
 
     Raises:
@@ -52,14 +51,14 @@ def check_replaced(name: str, there: ClusterData) -> None:
     """
     if {kind.name for kind in there.kinds} - {name}:
         raise WhaleError(
-            f"the file describes {there.describe()}, and {name} alone would be written "
-            "over it. Give --append to add to it, or another --output; or remove it "
-            "first"
+            f"the file describes {there.describe()}, and would be replaced by {name} "
+            "alone. Give --append to add to the file, give another --output, or remove "
+            "the file first"
         )
 
 
 def renamed(cluster: ClusterData, name: str) -> ClusterData:
-    """Returns the same devices, all of one kind, under another name and label.
+    """Returns a cluster of one kind with another name and label of the kind.
 
     Args:
         cluster: Cluster of one kind.
@@ -78,25 +77,25 @@ def renamed(cluster: ClusterData, name: str) -> ClusterData:
 
 
 def check_joined(first: ClusterData, platform: str) -> None:
-    """Refuses clusters that cannot be joined by devices of a platform.
+    """Refuses a cluster to which devices of a platform cannot be added.
 
     Args:
         first: The cluster.
-        platform: Platform of the other devices.
+        platform: Platform of the devices to add.
 
     Raises:
-        WhaleError: The cluster has a torus or links between single devices, which a
-            network does not join, or another platform.
+        WhaleError: The cluster is a torus, has rates for pairs of devices, or is of
+            another platform.
     """
     if first.links or any(level.torus for level in first.levels):
         raise WhaleError(
-            f"{first.describe()} is a torus, or has a rate for each two devices; "
-            "clusters of nodes can be joined. Describe all of it in one file"
+            f"{first.describe()} is a torus, or has rates for pairs of devices; only "
+            "clusters of nodes can be joined. Describe the whole cluster in one file"
         )
     if first.platform != platform:
         raise WhaleError(
-            f"{first.describe()} is of the platform {first.platform}, and the others "
-            f"of {platform}; expected one platform. Write another file"
+            f"{first.describe()} is of the platform {first.platform}, and the devices "
+            f"to add are of {platform}; expected one platform. Write another file"
         )
 
 
@@ -105,16 +104,16 @@ def merge_clusters(
 ) -> ClusterData:
     """Returns the devices of two clusters, in this order, as nodes of one cluster.
 
-    Inside a node the slower link counts. Between nodes it is the slowest known network
-    of either; if none is known, the slower link of the nodes.
+    The level inside nodes has the slower link of the two clusters. The level between
+    nodes has the slowest known network, or that same link if no network is known.
 
     Args:
         first, second: Clusters of nodes, and of one platform.
         network: Network between hosts like those of the second cluster, if known.
 
     Raises:
-        WhaleError: A cluster has a torus or links between single devices, which a
-            network does not join, or the platforms differ.
+        WhaleError: A cluster is a torus or has rates for pairs of devices, or the
+            platforms differ.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -144,7 +143,7 @@ def _slower(one: Level, other: Level) -> Level:
 def _between(
     first: ClusterData, second: ClusterData, network: Link | None, within: Level
 ) -> Level:
-    """Returns the level of the network, for any number of nodes."""
+    """Returns the level between nodes; its size is set by the caller."""
     known = [one.levels[-1] for one in (first, second) if len(one.nodes) > 1]
     if network is not None:
         known.append(

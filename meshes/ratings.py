@@ -1,8 +1,8 @@
-"""Estimates efficiencies of unmeasured kinds from the catalogue's data sheets.
+"""Reads the data of the catalogue that estimate the efficiency of unmeasured kinds.
 
-A kind that was never measured counts as efficient as the measured ones of its
-generation, scaled by a power of its board's watts per FLOP/s of its peak. The module is
-separate from ``catalogue``, whose kinds need efficiencies before they can be made.
+An unmeasured kind has the efficiency of measured kinds of its generation, scaled by a
+power of its watts per FLOP/s. ``catalogue`` imports this module, because its kinds need
+efficiencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.meshes.dtypes import FALLBACKS
 
 
 class RatedDevice(Protocol):
-    """Fields of a device kind that this module reads."""
+    """Fields of a device kind that determine its efficiency."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class RatedDevice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetRating:
-    """A kind of the catalogue, with the fields of its data sheet that rate it.
+    """Fields of a kind's data sheet that determine its efficiency.
 
     Attributes:
         name, platform, generation: Fields of ``DeviceKind``, unchanged.
@@ -57,11 +57,11 @@ class DatasheetRating:
 
 
 POWER = 0.4
-"""Exponent of a board's power, by which the speed of products falls.
+"""Exponent of watts per FLOP/s in the ratio of two kinds' efficiencies.
 
-It applies if the power is too low for the peak. H100's data sheet gives 756 TFLOP/s to
-the card of 350 W and 989 to the module of 700 W. L4 and L40S, A10G and RTX A6000 show
-the same.
+Boards with little power for their peak are less efficient. For instance, the data sheet
+of H100 gives 756 TFLOP/s at 350 W and 989 at 700 W. L4 and L40S, and A10G and RTX
+A6000, differ in the same way.
 """
 
 STANDS_IN: Mapping[str, str] = {
@@ -78,11 +78,11 @@ STANDS_IN: Mapping[str, str] = {
     "cdna4": "hopper",
     "tpu7": "tpu6",
 }
-"""Fallbacks of generations without any measurement in a type."""
+"""Generation whose measurements replace those that a generation lacks."""
 
 
 def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
-    """Returns a kind's board power per FLOP/s over another's; 1 if unknown."""
+    """Returns the ratio of two kinds' watts per FLOP/s; 1 if unknown."""
     mine, theirs = (_peak(kind, dtype) for kind in (one, other))
     if not (one.watts and other.watts and mine and theirs):
         return 1.0

@@ -1,11 +1,11 @@
-"""Reads files and tables of any source completely, or refuses them with a reason.
+"""Reads JSON and TOML files from any source, or refuses them with a reason.
 
-Parsers of the standard library fail in a dozen ways on damaged or hostile files: bytes
-that are no UTF-8, nesting that exhausts the stack, integers of thousands of digits,
-``Infinity`` and duplicate keys in JSON. Here each becomes one error.
+Damaged or hostile files may contain invalid UTF-8, very deep nesting, integers of
+thousands of digits, ``Infinity`` or duplicate keys. Each raises an
+``UnreadableFileError``.
 
-Tables from TOML or JSON have a check of every key. All wrong types, missing values and
-unknown keys are recorded with their path, so one error lists them all.
+``FileTable`` checks every key of a table. It records wrong types, missing values and
+unknown keys with their paths, so that one error lists them all.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from whalejax.meshes.errors import (
 
 
 MOST_BYTES: Final = 2**28
-"""Largest size of a file: plans of thousands of parameters take a few MiB."""
+"""Largest size of a file. Plans with thousands of parameters take a few MiB."""
 
 MOST_DEPTH: Final = 64
-"""Maximum depth of lists and tables: plans and clusters need fewer than 20."""
+"""Maximum depth of lists and tables. Plans and clusters need less than 20."""
 
 
 class UnreadableFileError(ValueError):
-    """A file, or its parsed data, that cannot be used; the text has the reason."""
+    """A file or its data cannot be used; the text has the reason."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Returns the text of a file.
 
     Args:
-        path: Path of a regular file: pipes and devices may block or never end.
+        path: Path of a regular file. Pipes and devices are refused, since they may
+            block or never end.
 
     Raises:
         OSError: The file is missing, or cannot be opened.
@@ -67,12 +68,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise UnreadableFileError(f"byte {error.start} is no UTF-8") from None
     except UnreadableFileError:
         raise
-    except ValueError as error:  # a path that no system accepts
+    except ValueError as error:  # an invalid path
         raise UnreadableFileError(str(error)) from None
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens a file; does not wait for the writer of a pipe."""
+    """Opens a file without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -115,7 +116,7 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
     except UnreadableFileError:
         raise
     except ValueError as error:
-        # Python also refuses integers of more than 4,300 digits in this way.
+        # Integers of more than 4,300 digits raise this error too.
         raise UnreadableFileError(str(error)) from None
     check_depth(data)
     return data
@@ -145,7 +146,7 @@ def check_depth(data: Any) -> None:
 
 
 def _too_deep() -> str:
-    return f"lists or tables stand inside each other more than {MOST_DEPTH} deep"
+    return f"lists or tables are nested more than {MOST_DEPTH} deep"
 
 
 def _no_constant(name: str) -> Any:
@@ -155,9 +156,7 @@ def _no_constant(name: str) -> Any:
 def _float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise UnreadableFileError(
-            f"{quoted(text)} is larger than any number that is computed"
-        )
+        raise UnreadableFileError(f"{quoted(text)} is too large for a 64-bit float")
     return number
 
 
@@ -166,7 +165,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(once) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise UnreadableFileError(f"the key {quoted(twice)} stands twice in one table")
+        raise UnreadableFileError(f"the key {quoted(twice)} is given twice in a table")
     return once
 
 
@@ -175,15 +174,14 @@ _MISSING: Any = object()
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _LONGEST_KEY = 60
 _HINTS = 20
-"""Number of unknown keys for which the nearest known one is looked up."""
+"""Maximum number of unknown keys for which the nearest known key is suggested."""
 
 
 class FileTable:
     """One table of a file, read key by key.
 
-    Methods for single values take a default; without one the key is required. After a
-    wrong value, the default or a harmless stand-in is returned, so that reading
-    continues.
+    Methods for single values take a default; without one, the key is required. Errors
+    are recorded, and the method returns the default or a valid replacement.
 
     Args:
         data: Parsed data.
@@ -202,12 +200,12 @@ class FileTable:
             self.problem("", data, "a table")
 
     def at(self, key: str) -> str:
-        """Returns the path of one key in error messages."""
+        """Returns the path of a key, as error messages show it."""
         key = clipped(visible(key), _LONGEST_KEY)
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def problem(self, key: str, value: object, expected: str) -> None:
-        """Records that a value is not what was expected."""
+        """Records an invalid value and what was expected."""
         self.problems.add(f"{self.at(key)}: got {as_json(value)}, expected {expected}")
 
     def __contains__(self, key: str) -> bool:
@@ -309,7 +307,7 @@ class FileTable:
         return tuple((key, self.number(key)) for key in self.data)
 
     def report_unknown_keys(self) -> None:
-        """Records every key that was never read, with the nearest existing one."""
+        """Records every key that was not read, with the nearest known key."""
         known = ", ".join(self.asked)
         for place, key in enumerate(k for k in self.data if k not in self.asked):
             looked_up = place < _HINTS and len(key) <= _LONGEST_KEY
@@ -365,7 +363,7 @@ def _key(key: str) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are also TOML's; only DEL, legal in JSON, must be escaped, too.
+    # JSON's escapes are valid in TOML. DEL, which JSON allows, must be escaped too.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

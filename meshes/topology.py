@@ -1,8 +1,4 @@
-"""The parts of a cluster: nodes, levels of links, and the compiler's behaviour.
-
-Plain data, separate from ``Cluster`` because the modules that build and that check
-clusters share only these.
-"""
+"""The parts of a cluster: nodes, levels of links, and the compiler's behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +14,10 @@ from whalejax.meshes.device_kinds import DeviceKind, Platform
 
 
 def detour(peers: Any, size: Any) -> Any:
-    """Returns the bandwidth to all ``peers`` over that inside a group, at least 1."""
+    """Returns the ratio of a member's bandwidth to all peers to that inside a group.
+
+    The group has ``size`` members; the ratio is at least 1.
+    """
     return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
@@ -27,26 +26,26 @@ class Level:
     """One level of the topology: ``size`` joined groups of the level below.
 
     A collective over the level takes ``rounds * (latency_seconds + payload_bytes *
-    (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an all-reduce
-    and one otherwise, times ``slowdown_of`` the collective. If the level is ``shared``,
-    the full payload counts, and the latency once for each member. A collective-permute
-    takes one step of a ring instead, over one link.
+    (size - 1) / size / bandwidth_bytes_per_second)``, times ``slowdown_of`` the
+    collective. An all-reduce has two rounds, other collectives one. If the level is
+    ``shared``, the full payload counts, and the latency once per member. A
+    collective-permute takes one step of a ring over one link.
 
     Attributes:
         name: Name of the link, such as ``"nvlink"``.
-        size: Number of joined groups; the sizes' product is the number of devices.
-        bandwidth_bytes_per_second: Bandwidth per device in one direction. On a ring of
-            a torus it is that of both links of the axis together.
+        size: Number of joined groups. The product over all levels is the number of
+            devices.
+        bandwidth_bytes_per_second: Bandwidth per device in one direction. For a ring of
+            a torus, it is the sum of both links of the axis.
         latency_seconds: Latency of one all-gather over the full level.
-        torus: Whether the level is one axis of a torus; adjacent ones form one torus.
-        slowdown: (collective, factor) pairs of measured deviations from the formula;
-            names such as ``"all-to-all"``.
-        shared: Whether the members are threads over one memory, as virtual CPU devices
-            are: each of them reads and writes the payload, whatever their number.
-        peers: Number of other members to which each has a direct link, as with four
-            GPUs without a switch. The bandwidth is that of all these links, and a
-            collective in a smaller group uses only the links inside it. 0 if a switch
-            gives the full bandwidth to any of them.
+        torus: Whether the level is an axis of a torus; adjacent axes form one torus.
+        slowdown: (collective, factor) pairs of measured over computed times, with names
+            such as ``"all-to-all"``.
+        shared: Whether the members are threads with one memory, like virtual CPU
+            devices. Then each member reads and writes the full payload.
+        peers: Number of other members to which each member has a direct link, as with
+            four GPUs without a switch. The bandwidth is the sum over these links, and a
+            smaller group uses only links inside it. 0 if a switch joins the members.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Level:
 
     @property
     def needs_whole_level(self) -> bool:
-        """Whether consecutive axes in the level cannot be priced separately."""
+        """Whether the cost of mesh axes in this level depends on all of them."""
         return self.shared or self.peers > 0
 
     def slowdown_of(self, collective: str) -> float:
@@ -71,11 +70,10 @@ class Level:
         return dict(self.slowdown).get(collective, 1.0)
 
     def payload_fraction(self, size: Any) -> Any:
-        """Returns the fraction of the payload that one round moves in a group of a
-        size.
+        """Returns the fraction of the payload that a round moves in a group of a size.
 
-        If only some of a member's links lead to the group, the fraction is multiplied
-        by the ratio of all links to these.
+        If only some links of a member lead to the group, the fraction is multiplied by
+        the ratio of all its links to these links.
         """
         if self.shared:
             return (size > 1) * 1.0
@@ -83,11 +81,11 @@ class Level:
         return part * self.detour(size) if self.peers else part
 
     def detour(self, size: Any) -> Any:
-        """Returns the ratio of a member's full bandwidth to that inside a group."""
+        """Returns ``detour`` for a group of a size in this level."""
         return detour(self.peers, size) if self.peers else 1.0
 
     def waits(self, size: Any) -> Any:
-        """Returns the number of latencies in one round in a group of a size."""
+        """Returns the number of latencies per round in a group of a size."""
         return (size > 1) * (size if self.shared else 1.0)
 
 
@@ -103,60 +101,60 @@ class Node:
 
 
 RETIRED_FACTS: Final = ("keeps_halos",)
-"""Facts about compilers that older files contain and that are no longer read."""
+"""Fields of ``CompilerProfile`` in older files, which are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerProfile:
-    """Behaviour of a platform's compiler.
+    """Behaviour of a platform's compiler; each flag is True if the compiler does this.
 
     Attributes:
-        merge_partials: Sums partial results locally first, and reduces the sum over
-            devices once. One reduction covers the axes of several dimensions.
-        reduce_scatter: Emits reduce-scatter if the result is sharded, instead of an
+        merge_partials: Sums partial results on each device first, and reduces the sum
+            over devices once, over the axes of all summed dimensions.
+        reduce_scatter: Emits a reduce-scatter if the result is sharded, instead of an
             all-reduce and a slice.
-        reduces_in_parts: Whether gradients sharded over some axes of their sum are
-            scattered over these axes, and the parts reduced over the others. Otherwise
-            an all-reduce over all axes is followed by a slice.
+        reduces_in_parts: Reduces a gradient that stays sharded over some of the summed
+            axes by a reduce-scatter over these axes and an all-reduce over the others.
+            Otherwise it runs an all-reduce over all summed axes and a slice.
         copies_kernels: Transposes kernels and images of convolutions in memory, and
             keeps the transposed kernel for the gradient of the input; see
             ``KERNEL_TURNS``.
-        fuses_products: Computes a product's operands inside it, so that the results of
-            elementwise operations before it need not be in memory.
-        fuses_normalizations: Makes one kernel of a softmax or a norm of rows, so that
-            values between its passes do not go through memory.
+        fuses_products: Fuses elementwise operations into the products that read their
+            results, which need not be in memory then.
+        fuses_normalizations: Fuses a softmax or a norm of rows into one kernel, so that
+            intermediate values are not in memory.
         repeats: Recomputes cheap elementwise values in every fusion that reads them,
-            rather than keep their result.
-        widens: Computes 16-bit values in float32, and keeps them so.
+            instead of storing them.
+        widens: Computes 16-bit values in float32, and stores them in float32.
         reduces_at_end: Computes all gradients, each in its own memory, before it
-            reduces them: all at once, or individually if they are sharded afterwards.
-        gathers_first: Gathers all parameters before it computes with any, each in every
-            form in which it is read.
+            reduces them. It reduces sharded gradients individually, others at once.
+        gathers_first: Gathers all parameters before the computation, each parameter in
+            every form in which it is read.
         narrow_products: Multiplies float32 as bfloat16, as JAX's default precision
             allows. Values that only products read are moved and stored as bfloat16.
-        keeps_masks: Saves random masks for the backward pass, one byte each; otherwise
-            they are drawn again.
+        keeps_masks: Saves random masks for the backward pass, with one byte per
+            element. Otherwise it draws them again.
         merges_regions: Reuses values of the forward pass instead of recomputing a
-            checkpointed region that receives the same values. A collective that the
-            compiler made itself is not merged, nor its successors.
-        groups_rows: If rows are sorted by group, multiplies each by the matrix of its
-            group only. If not, it multiplies all rows by the matrices of all groups and
-            masks the rest; so do all compilers for the gradient of the matrices.
-        lanes: Length of one side of memory's tiles for arrays; 1 for plain arrays.
-        scatters_whole_torus: Reduce-scatters over all chips of a torus at once. If not,
-            it runs an all-reduce and a slice if the torus has three lengths above 1, or
-            two equal ones of 4 or more.
-        scatters_beyond_torus: Reduce-scatters over chips of a torus and of others at
-            once. If not, it runs an all-reduce and a slice.
-        gathers_whole_torus: All-gathers over all chips of a torus at once. If not, it
+            checkpointed region with the same inputs. It never merges collectives that
+            it inserted, nor operations after them.
+        groups_rows: Multiplies each row only by the matrix of its group, if rows are
+            sorted by group. Otherwise it multiplies all rows by all matrices and masks
+            the results. The gradient of the matrices is always computed in this way.
+        lanes: Length of one side of the tiles of arrays in memory; 1 without tiles.
+        scatters_whole_torus: Reduce-scatters over all chips of a torus at once.
+            Otherwise it runs an all-reduce and a slice if the torus has three lengths
+            above 1, or two equal lengths of 4 or more.
+        scatters_beyond_torus: Reduce-scatters over chips of several tori at once.
+            Otherwise it runs an all-reduce and a slice.
+        gathers_whole_torus: All-gathers over all chips of a torus at once. Otherwise it
             runs an all-reduce if the torus has three lengths of 4 or more, or, below 32
-            MiB, two of 8 or more.
-        hides_updates: Gathers parameters that replicas updated in shards inside
-            products, on the kinds in ``HIDES_UPDATES_ON``. For that, all products of
-            weights' gradients, outside loops and of one micro-batch, are delayed to the
-            end of the backward pass; none if their operands do not fit the memory.
-        scatters_odd_tiles: Reduce-scatters 16-bit values whose last dimension keeps an
-            odd number of tiles. If not, it runs an all-reduce and a slice.
+            MiB, two lengths of 8 or more.
+        hides_updates: Gathers parameters that replicas updated in shards during
+            products of weight gradients, on the kinds in ``HIDES_UPDATES_ON``. These
+            products, outside loops and of one micro-batch, move to the end of the
+            backward pass, if their operands fit in memory.
+        scatters_odd_tiles: Reduce-scatters 16-bit values if the number of tiles of the
+            last dimension is odd. Otherwise it runs an all-reduce and a slice.
     """
 
     merge_partials: bool
@@ -198,7 +196,7 @@ class CompilerProfile:
         """Returns the profile under options that change collectives.
 
         Args:
-            options: XLA options of the compiler; unknown ones change nothing.
+            options: XLA options of the compiler. Unknown options change nothing.
 
         >>> COMPILERS["tpu"].under({KEEPS_SCATTERS: True}).scatters_whole_torus
         True
@@ -215,17 +213,17 @@ class CompilerProfile:
 
 
 KERNEL_TURNS = (1, 2)
-"""Number of transposes of a kernel in the cost of a convolution on CPU: forward, and
-for the input's gradient.
+"""Number of transposes of the kernel in the cost of a convolution on CPU: forward, and
+for the gradient of the input.
 
-Measured on fifteen convolutions on eight devices, of 1 × 1 and 3 × 3, with kernels of
-0.03 to 9.4 MB: beyond their products, 1.2 ms per megabyte of the kernel forward and 2.9
-for the gradient of the input."""
+Fifteen convolutions of 1 × 1 and 3 × 3 were measured on eight devices, with kernels of
+0.03 to 9.4 MB. In addition to the products, the forward pass took 1.2 ms per megabyte
+of the kernel, and the gradient of the input 2.9 ms."""
 
 IMAGE_TURNS = 2
-"""Number of transposes of images and cotangents for the kernel's gradient.
+"""Number of transposes of images and cotangents for the gradient of the kernel.
 
-Measured on the same convolutions: 2.7 ms per megabyte of both."""
+The convolutions of ``KERNEL_TURNS`` took 2.7 ms per megabyte of both."""
 
 KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
 """Option that keeps reduce-scatters over all chips of a torus unchanged."""
@@ -239,23 +237,24 @@ _OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
     "xla_tpu_enable_latency_hiding_scheduler": (False, {"hides_updates": False}),
     "xla_tpu_enable_all_reduce_scatter_fusion": (False, {"reduce_scatter": False}),
 }
-"""Options that change facts: the value that changes them, and their new values.
+"""XLA options that change fields of ``CompilerProfile``: the value of the option, and
+the changed fields.
 
-Counted in programs of one collective that libtpu 0.0.42.1 compiled, over groups of many
-sizes and positions in tori of 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
+The effects were counted in compiled programs of one collective (libtpu 0.0.42.1), over
+groups of many sizes and positions in tori of 2×2 to 16×16 and 2×2×1 to 16×16×16 chips.
 """
 
 
 def _truth(value: Any) -> bool | None:
-    """Returns a Boolean option as compilers read it; None if it is not Boolean."""
+    """Returns the Boolean value of an XLA option; None if it has none."""
     text = str(value).lower()
     if text in ("true", "t", "1", "yes", "y"):
         return True
     return False if text in ("false", "f", "0", "no", "n") else None
 
 
-# Counted in compiled programs (``scripts/verified.json``), for GPU in those of an H100;
-# the rest are the class's defaults.
+# Counted in compiled programs (``scripts/verified.json``), for GPUs in programs of an
+# H100. Other fields have the defaults of the class.
 COMPILERS: Mapping[Platform, CompilerProfile] = {
     "tpu": CompilerProfile(
         merge_partials=True,

@@ -1,8 +1,7 @@
 """Reference models for tests, benchmarks, notebooks and the command line.
 
-This module is only the table of names. It imports neither JAX nor Flax, so that
-``whalejax --help`` can list the models at once; a model's module is imported when it is
-requested.
+This module imports neither JAX nor Flax, so that ``whalejax --help`` lists the models
+at once. The module of a model is imported when the model is requested.
 
 >>> "gpt" in available()
 True
@@ -85,15 +84,15 @@ def available() -> tuple[str, ...]:
 
 
 def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the sizes that match another width, if only that is given.
+    """Returns other sizes of a model in proportion to a given width.
 
     Args:
         name: One of ``available()``.
         overrides: Changes of the configuration, by name.
 
     Returns:
-        ``mlp`` and ``heads`` in proportion to ``embed``, if the model has them, they
-        were not given, and the results are integers.
+        ``mlp`` and ``heads`` in proportion to ``embed``. Sizes are left out that the
+        model lacks, that were given, or that would not be integers.
 
     >>> widened("gpt-small", {"embed": 12_288})
     {'mlp': 49152, 'heads': 192}

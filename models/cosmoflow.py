@@ -1,10 +1,10 @@
 """CosmoFlow: a 3-D convolutional network that predicts parameters of a volume.
 
-It shows samples that no single device can store, as activations grow with the cube of
-the extent. At 512³ many devices shard one sample's depth, height and width
-(``mesh={"depth": 2, "height": 2, "width": 2}``). It has convolutions of three, each
-with a pooling of two after it, then three dense layers. Nothing is annotated: the
-planner finds the space.
+It is an example of samples that no single device can store, because activations grow
+with the cube of the extent. At 512³, devices shard the depth, height and width of a
+sample (``mesh={"depth": 2, "height": 2, "width": 2}``). The model has 3 × 3 × 3
+convolutions, each followed by a 2 × 2 × 2 pooling, and three dense layers. Nothing is
+annotated.
 
 After Mathuriya et al., "CosmoFlow: Using Deep Learning to Learn the Universe at Scale"
 (2018), in the form of Oyama et al., "The Case for Strong Scaling in Deep Learning:
@@ -37,7 +37,7 @@ class CosmoFlowConfig:
     Attributes:
         extent: Depth, height and width of a volume, in voxels.
         inputs: Channels of a volume.
-        channels: Channels of each convolution; the volume is halved after each.
+        channels: Channels of each convolution. After each, the extent is halved.
         hidden: Widths of the dense layers before the last.
         outputs: Number of predicted values.
         batch_norm: Whether a batch normalisation follows each convolution.
@@ -84,7 +84,7 @@ class CosmoFlow(nnx.Module):
         self.convolutions = nnx.List(convolutions)
         self.norms = nnx.List(norms)
         side = config.extent // 2 ** len(config.channels)
-        # Space stays three dimensions of the kernel, sharded as the volume's.
+        # The kernel keeps the three dimensions of space, so that they can be sharded.
         self.first = nnx.LinearGeneral(
             (side, side, side, inputs), config.hidden[0], axis=(-4, -3, -2, -1), **kinds
         )
@@ -97,7 +97,7 @@ class CosmoFlow(nnx.Module):
         )
 
     def __call__(self, volumes: Array) -> Array:
-        """Returns ``[batch, outputs]`` of ``[batch, depth, height, width, inputs]``."""
+        """Maps ``[batch, depth, height, width, inputs]`` to ``[batch, outputs]``."""
         x = volumes.astype(self.convolutions[0].kernel.dtype)
         for number, convolution in enumerate(self.convolutions):
             x = convolution(x)

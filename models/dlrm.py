@@ -1,12 +1,12 @@
 """A deep learning recommendation model: embedding bags and dot interactions, in NNX.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and
-Recommendation Systems" (arXiv:1906.00091). The bottom network processes dense features;
-every categorical feature has its own table. All vectors are multiplied with each other,
-and the top network computes a logit from the products.
+Recommendation Systems" (arXiv:1906.00091). The bottom network maps the dense features
+to a vector, and each categorical feature has a table of vectors. The top network
+computes a logit from the inner products of all pairs of vectors.
 
-A feature has one id per sample, or a bag of several that are summed; -1 in a bag means
-no id, so a bag may be empty. It runs on one device unchanged. Nothing is marked.
+A feature has one id per sample, or a bag of ids whose vectors are summed. An id of -1
+means none. The model runs on one device unchanged, and nothing is marked.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DLRMConfig:
 
     Attributes:
         rows: Rows of each table, one per categorical feature.
-        scale: Factor of the table sizes; a table keeps at least three rows.
-        bags: Ids of each feature in a sample; one number for each table.
+        scale: Factor by which rows are multiplied; a table has at least three rows.
+        bags: Number of ids in a sample, for each table.
         embed: Width of the tables, and of the bottom network's result.
         dense: Dense features of a sample.
         bottom: Widths of the bottom network's hidden layers.

@@ -1,9 +1,9 @@
 """GNMT: translation by recurrent layers and additive attention, in Flax NNX.
 
-It shows features that the other models lack. Loops over time run nothing in parallel
-along the sequence. Encoder and decoder have different shapes, with attention between
-them. Both read one embedding first. It runs on one device unchanged; two lines annotate
-it:
+It has features that the other models lack. Loops over time compute the positions of a
+sequence one after the other. Encoder and decoder have different shapes, with attention
+between them, and read the same embedding. It runs on one device unchanged. Two lines
+annotate it:
 
 - in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding,
   encoder and decoder makes them data-parallel;
@@ -17,16 +17,16 @@ measured as GNMT v2:
 - four layers each, of width 1024; the encoder's first runs in both directions;
 - residual connections from the third layer on;
 - attention is Bahdanau's with a normalised scorer. The decoder's first layer makes the
-  queries, and every layer above reads the answer, at the same token. In the paper the
-  first layer reads it too, with queries of the previous token; without that, attention
-  is outside the loops;
+  queries, and all later layers read the result for the same token. In the paper, the
+  first layer reads the result for the previous token too. Without that, attention is
+  outside the loops;
 - one embedding of 32,320 tokens for both languages, and a separate classifier;
 - dropout before every layer, label smoothing, and the correct tokens as the decoder's
   input (teacher forcing).
 
 Omitted are decoding (beam search, length and coverage penalties), the second bias of
-cuDNN's cells, and the clipping of cell states. A kernel over two concatenated inputs is
-two kernels whose products are added, so that no dimension is half one input.
+cuDNN's cells, and the clipping of cell states. A kernel of two concatenated inputs is
+stored as two kernels, so that each dimension belongs to one input.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class GNMTConfig:
     """Sizes and switches of a GNMT; the defaults are those of GNMT v2.
 
     Attributes:
-        vocab: Different tokens of both languages; one of them begins, ends and pads.
+        vocab: Different tokens of both languages. One of them starts, ends and pads.
         source_length: Tokens of a padded source sequence.
         target_length: Tokens of a padded target sequence, including the end token.
         embed: Width of the embedding.
         hidden: Width of every layer and of the attention.
         layers: Number of layers of the encoder and of the decoder, at least 2.
-        dropout_rate: Rate before every layer; its keys come from the loss's.
+        dropout_rate: Dropout rate before every layer, with keys from that of the loss.
         label_smoothing: Share of a target that is distributed over the vocabulary.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.
@@ -117,8 +117,8 @@ class RecurrentEncoder(nnx.Module):
     def __call__(self, x: Array, real: Array, drop: Drop) -> Array:
         """Encodes ``x`` ``[batch, source, embed]`` as ``[batch, source, hidden]``."""
         x = drop(x)
-        # In the forward direction padding follows all real tokens, and attention skips
-        # it.
+        # The forward direction needs no mask: padding follows the real tokens, and
+        # attention skips it.
         first, *rest = self.upper
         y = first(drop(self.forward(x)), drop(self.backward(x, backward_over=real)))
         for layer in rest:
@@ -245,7 +245,7 @@ def make_loss(
 
 
 def _smoothed(logits: Array, targets: Array, smoothing: float) -> Array:
-    """Computes cross-entropy in nats with part of the target on all tokens equally."""
+    """Computes the cross-entropy with label smoothing, in nats."""
     nats = cross_entropy(logits, targets)
     if smoothing == 0:
         return nats
@@ -285,8 +285,8 @@ def job(
     config = change(pick(size, SIZES, "GNMT size"), changes, options=options)
     if config.layers < 2:
         raise wh.WhaleError(
-            f"layers is {config.layers!r}; expected at least 2: the second layer joins "
-            "the two directions of the encoder, and reads the decoder's attention"
+            f"layers is {config.layers!r}; expected at least 2, since second layers "
+            "join the directions of the encoder and read the decoder's attention"
         )
     return wh.Job(
         loss_fn=make_loss(config, deterministic=deterministic),
@@ -321,6 +321,6 @@ def translated_batch(config: GNMTConfig, step: int, size: int, *, seed: int) -> 
         "source": source,
         "source_mask": mask,
         "target": target,
-        # One more than there are words: the end is predicted, too.
+        # The end token is predicted too.
         "target_mask": np.arange(config.target_length)[None, :] <= count,
     }

@@ -1,7 +1,7 @@
 """GPT: a pre-norm, decoder-only transformer in Flax NNX.
 
-The quick-start model: in its default configuration it has 3.3M parameters and reads
-bytes. It runs on one device unchanged; two lines annotate it:
+The model of the quick start has 3.3M parameters and reads bytes. It runs on one device
+unchanged. Two lines annotate it:
 
 - in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks
   and last norm makes them data-parallel;
@@ -51,8 +51,8 @@ class GPTConfig:
         layers: Number of blocks of the residual stream.
         shared_layers: Consecutive layers that share the weights of one block, as in
             ALBERT; divides ``layers``. 1 shares none.
-        dropout_rate: Rate after the embedding and before each residual addition; its
-            keys are NNX RNG state of the model.
+        dropout_rate: Dropout rate after the embedding and before each residual
+            addition. The keys are NNX RNG state of the model.
         tied_embedding: Whether the head is the transposed embedding table.
         fused_qkv: Whether query, key and value share one attention kernel.
         scan_layers: Whether to stack the blocks' parameters and scan over them.
@@ -109,7 +109,7 @@ class Block(nnx.Module):
         dtype = None if config.dtype is None else jnp.dtype(config.dtype)
         param_dtype = jnp.dtype(config.param_dtype)
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        # Two additions per block: the stream's variance stays near 1 at any depth.
+        # Keeps the residual stream at a variance near 1; blocks have two additions.
         output_scale = 0.02 * (2 * config.layers) ** -0.5
         self.attention_norm = nnx.LayerNorm(config.embed, rngs=rngs, **kinds)
         self.attention = CausalSelfAttention(
@@ -240,9 +240,9 @@ def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
     shared = config.shared_layers
     if shared < 1 or config.layers % shared:
         raise wh.WhaleError(
-            f"GPT: shared_layers is {shared} of layers={config.layers}; expected a "
-            "number of at least 1 that divides them, such as 1, which shares none, or "
-            f"{config.layers}, by which all layers share one block's weights"
+            f"GPT: shared_layers is {shared} with layers={config.layers}; expected a "
+            "divisor of layers, such as 1 to share no weights, or "
+            f"{config.layers} to share the weights of one block in all layers"
         )
     count = config.layers // shared
     if not config.scan_layers:

@@ -1,13 +1,13 @@
 """A sequential recommender of five HSTU layers over jagged histories, in Flax NNX.
 
 Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers
-for Generative Recommendations" (arXiv:2402.17152): layers whose attention weights are a
-SiLU of the scores, not a softmax, times a gate. The tables are those of MLPerf Training
-v6.1's DLRMv4: item, artist, album and user, and seven crosses, all looked up once per
-event of a history and summed into its vector.
+for Generative Recommendations" (arXiv:2402.17152). Attention weights are the SiLU of
+the scores instead of a softmax, and a gate multiplies the result. The tables are those
+of DLRMv4 in MLPerf Training v6.1: item, artist, album, user, and seven crosses. The
+vector of an event is the sum of a row of each table.
 
-Histories have different lengths; positions after the last event are always masked. The
-label tells whether the last event's item was liked.
+Histories have different lengths, and positions after the last event are masked. The
+label tells whether the item of the last event was liked.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class HSTULayer(nnx.Module):
 
         Args:
             x: Vectors of events.
-            mask: ``bool[batch, sequence, sequence]`` from events to the events that
-                they see.
+            mask: ``bool[batch, sequence, sequence]``, true where an event attends to
+                another.
         """
         batch, sequence, _ = x.shape
         mixed = jax.nn.silu(self.inputs(self.norm(x)))
@@ -119,7 +119,7 @@ class HSTULayer(nnx.Module):
 
 
 class HSTU(nnx.Module):
-    """The full model: histories in, one logit each out.
+    """The full model: histories in, a logit of each out.
 
     >>> model = HSTU(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(history_batch(SIZES["test"], 0, 2, seed=0)).shape

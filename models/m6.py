@@ -1,11 +1,10 @@
 """M6: images and text in, text out, of ten billion parameters, in Flax Linen.
 
-It shows features that the other models lack. Two kinds of input become one sequence. No
-device can store a replica, so something has to be sharded, divided into stages or
-offloaded. In the encoder, patches of an image come before the tokens of a text, and the
-decoder generates text. The layers are T5's. In the default configuration nothing is
-marked and the planner decides everything. ``M6Config(annotated=True)`` adds three
-marks:
+It has features that the other models lack. The encoder reads a sequence of the patches
+of an image and the tokens of a text, and the decoder generates text. No device can
+store a replica, so parameters must be sharded, divided into stages or offloaded. The
+layers are those of T5. By default nothing is marked, and the planner decides
+everything. ``M6Config(annotated=True)`` adds three marks:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -13,11 +12,11 @@ marks:
   ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
 
 After the M6-10B of Jia et al., "Whale: Efficient Giant Model Training over
-Heterogeneous GPUs" (2022). The paper gives 24 layers of encoder and 24 of decoder,
-Adafactor and the ten billion parameters. The rest is our choice: a width of 4,096, 32
-heads of 128, feed-forward layers of 12,800 (which makes 9.95 billion parameters), a
-vocabulary of 21,128, and images as 16 patches of 2,048 numbers, as from a convolutional
-network; one product embeds them.
+Heterogeneous GPUs" (2022). The paper gives 24 encoder layers, 24 decoder layers,
+Adafactor, and ten billion parameters. The rest is our choice: a width of 4,096, 32
+heads of 128, feed-forward layers of 12,800, and a vocabulary of 21,128, in total 9.95
+billion parameters. An image has 16 patches of 2,048 numbers, as from a convolutional
+network, and one projection embeds them.
 """
 
 from __future__ import annotations
@@ -114,14 +113,13 @@ class M6(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Computes logits of the tokens of another text, each given the tokens before
-        it.
+        """Computes the logits of each target token, given the tokens before it.
 
         Args:
             image: ``float[batch, patches, patch_dim]``.
             inputs: ``int32[batch, inputs]``.
-            input_padding: ``bool[batch, inputs]``, true for real tokens; nothing
-                attends to the others.
+            input_padding: ``bool[batch, inputs]``, true for real tokens. No position
+                attends to padding.
             before: ``int32[batch, targets]``, the token before each target: a start
                 token and the text; padding follows the real tokens.
             deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.
@@ -147,7 +145,7 @@ class M6(nn.Module):
 
     def _embed(self, image: Array) -> Array:
         config = self.config
-        # Distances in the sequence do not distinguish rows of an image from columns.
+        # Relative positions do not distinguish rows from columns of an image.
         places = nn.Embed(
             config.patches,
             config.embed,
@@ -210,7 +208,8 @@ def job(
         size: One of ``SIZES``.
         batch_size: Texts in a global batch; 128, at test size 16.
         learning_rate: Learning rate of Adafactor, relative to the parameter's size.
-        constant_steps: Steps before the rate falls with the root of the step.
+        constant_steps: Number of steps before the rate decays with the inverse square
+            root of the step.
         deterministic: Whether to omit dropout.
         seed: Seed of the sequence of batches.
         changes: Fields of ``M6Config``.

@@ -1,8 +1,8 @@
 """A multi-layer perceptron in plain JAX: parameters are a dictionary of arrays.
 
-It shows that no framework is needed: the model is a pytree, and the loss a function of
-it. It runs on one device unchanged; in ``loss_fn`` nothing is marked and the planner
-decides everything. ``annotated_loss_fn`` has two more lines:
+It needs no framework: the model is a pytree, and the loss is a function of it. It runs
+on one device unchanged. In ``loss_fn`` nothing is marked, and the planner decides
+everything. ``annotated_loss_fn`` has two more lines:
 
 - ``with wh.replicate():`` around the hidden layers makes them data-parallel;
 - ``with wh.split():`` around the last layer and the cross-entropy splits them.
@@ -91,7 +91,7 @@ def loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
 
 
 def annotated_loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
-    """Computes ``loss_fn`` with replicated hidden layers and a split head."""
+    """Computes the loss with marks around the hidden layers and the head."""
     with wh.replicate():
         x = _features(params, batch)
     with wh.split():

@@ -12,22 +12,22 @@ default=wh.replicate())``: gating, attention and the embedding stay data-paralle
 exchanges of tokens before and after the experts. ``MoEConfig(annotated=False)`` omits
 the mark.
 
-There are two ways to route. ``"capacity"`` drops tokens without a place at their expert
-(Lepikhin et al., "GShard", 2020). ``"dropless"`` drops nothing, like MegaBlocks (Gale
-et al., 2022). It serves tokens without a place in further passes over all experts,
-until none waits. Each pass has the static shapes of ``"capacity"``, so it shards over
-the batch, the experts and their width in the same way. The number of passes is decided
-during the step, equally on all devices. A pass costs as much as ``"capacity"``, and
-further ones run their forward pass twice. With even experts one or two passes suffice;
-with all tokens at one expert, their number is the number of experts over
-``capacity_factor`` times the choices. Sorted tokens with ``jax.lax.ragged_dot``, which
-plans also shard over the batch, would need fewer products on TPUs: as many as there are
-choices. But for the experts' gradients compilers multiply every token by every expert,
-and XLA:CPU does so in every product.
+An expert has a fixed number of places for tokens. With ``routing="capacity"``, tokens
+without a place are dropped (Lepikhin et al., "GShard", 2020). With ``"dropless"``, as
+in MegaBlocks (Gale et al., 2022), further passes over all experts serve these tokens.
+Each pass has the static shapes of ``"capacity"``, and shards in the same way over the
+batch, the experts and their width. The number of passes is determined in each step, and
+is equal on all devices. The first pass costs as much as ``"capacity"``; further passes
+also run forward a second time. With evenly used experts, one or two passes suffice. If
+one expert gets all tokens, the number is the number of experts, divided by
+``capacity_factor`` and by the choices per token.
 
-The balance loss averages over the full batch before it multiplies, so it is no mean
-over samples: a part of the batch has another value. The load numbers also cover the
-full batch, whatever the mesh; with several micro-batches, each of them.
+``jax.lax.ragged_dot`` with sorted tokens would need fewer products on TPUs. But for the
+experts' gradients, compilers multiply every token by every expert, and XLA:CPU does so
+in every product.
+
+The balance loss multiplies averages over the full batch, so it is not the mean of the
+losses of micro-batches. The load numbers are those of a micro-batch, on any mesh.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class MoEConfig:
         gating: ``"top_2"`` or ``"switch"``.
         routing: ``"capacity"`` drops tokens without a place; ``"dropless"`` serves them
             in further passes.
-        capacity_factor: Ratio of the experts' places to those of an even distribution;
-            per pass, if dropless.
+        capacity_factor: Places of an expert in a pass, relative to the number that an
+            even distribution of tokens needs.
         balance_weight: Weight of the balance loss.
         logical_names: Whether Flax metadata names the experts' dimensions.
         annotated: Whether to add the mark; needs ``logical_names`` for its ``axis``.
@@ -151,7 +151,7 @@ class Experts(nnx.Module):
         value = init(rngs.params(), shape, jnp.dtype(config.param_dtype))
         if not self.named:
             return nnx.Param(value)
-        # Not eagerly: these are names of dimensions, and no mesh exists yet.
+        # Not eagerly, because the names are dimensions and no mesh exists yet.
         return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
     def __call__(self, x: Array) -> Array:
@@ -165,13 +165,13 @@ class Experts(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Use of a layer's experts by the full batch, as scalars.
+    """Load of a layer's experts, as scalars over the micro-batch.
 
     Attributes:
         balance: 1 if all experts are used equally, else more.
-        dropped: Fraction of choices without a place; 0 if dropless.
-        max_load: Choices of the busiest expert over those of the mean one.
-        passes: Number of runs of the experts; 1 unless dropless.
+        dropped: Fraction of the choices of experts that are dropped; 0 if dropless.
+        max_load: Number of tokens of the busiest expert, relative to the mean.
+        passes: Number of passes over the experts; 1 unless dropless.
     """
 
     balance: Array
@@ -181,7 +181,7 @@ class Load:
 
 
 class SparseFeedForward(nnx.Module):
-    """Gating, dispatch, experts and combination; the rows of a batch are the groups."""
+    """Gating, dispatch, experts and combination. A sequence is a gating group."""
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -196,7 +196,7 @@ class SparseFeedForward(nnx.Module):
         """Returns ``[batch, sequence, embed]``, and the load of the experts."""
         config = self.config
         choices = _CHOICES[config.gating]
-        # Scores in float32: two experts must not tie because of rounding.
+        # In float32, scores of experts are not equal because of rounding.
         scores = jnp.einsum("gsm,me->gse", widened(x), widened(self.router[...]))
         queues = queue(scores, choices=choices)
         places = capacity(x.shape[1], config.experts, choices, config.capacity_factor)
@@ -220,18 +220,18 @@ class SparseFeedForward(nnx.Module):
     def _served(
         self, x: Array, queues: Queues, places: int, first: int | Array
     ) -> Array:
-        """Returns one pass's answers; zero for tokens that it does not serve."""
+        """Returns the results of one pass; zero for tokens without a place in it."""
         routing = seats(queues, places=places, first=first)
         sent = jnp.einsum("gsec,gsm->egcm", routing.dispatch.astype(x.dtype), x)
         answers = self.experts(sent)
         return jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
 
     def _overflow(self, x: Array, queues: Queues, needed: Array, places: int) -> Array:
-        """Returns the answers of all later passes, until ``needed`` places are served.
+        """Returns the results of all later passes, which serve ``needed`` places.
 
-        They save nothing for the backward pass: the loop would need room for the
-        largest possible number of passes. The full loop is skipped if the first pass
-        has served all, because its backward pass would sum zeros for the experts.
+        The passes save nothing for the backward pass, because a loop would store the
+        largest possible number of passes. The loop is skipped if the first pass served
+        all tokens.
         """
         # A token chooses an expert once, so no queue is longer than its group.
         starts = range(places, x.shape[1], places)
@@ -439,8 +439,8 @@ def job(
     if not config.capacity_factor > 0:
         raise WhaleError(
             f"capacity_factor is {config.capacity_factor!r}; expected a number above "
-            "0: places at the experts over what an even spread needs. To drop no "
-            'token, give routing="dropless" and leave capacity_factor at 1 or more'
+            "0, the experts' places over those that an even spread needs. To drop no "
+            'token, give routing="dropless" with a capacity_factor of 1 or more'
         )
 
     def batch(step: int, count: int) -> Batch:
@@ -453,6 +453,6 @@ def job(
         optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
         batch_size=batch_size,
         name="moe" if size == "small" else f"moe-{size}",
-        # Experts' places and balance depend on the samples computed together.
+        # The balance loss depends on the samples that are computed together.
         per_micro_batch=True,
     )

@@ -1,8 +1,8 @@
 """ResNet with bottleneck blocks and batch normalisation, in Flax NNX.
 
-It shows statistics over the batch: every ``nnx.BatchNorm`` averages over all its
-samples and stores running means in the model, which the loss call updates. It runs on
-one device unchanged; two lines annotate it:
+It is an example of statistics over the batch: each ``nnx.BatchNorm`` averages over all
+samples, and the loss updates running means in the model. It runs on one device
+unchanged. Two lines annotate it:
 
 - in ``ResNet.features``: ``with when(..., wh.replicate()):`` makes the backbone
   data-parallel;
@@ -42,9 +42,10 @@ class ResNetConfig:
     """Sizes and switches of a ResNet; the defaults are ResNet-50's.
 
     Attributes:
-        blocks: Bottleneck blocks of each stage; a stage halves the image and doubles
-            the channels, except the first.
-        width: Channels in the first stage's blocks, a quarter of their output's.
+        blocks: Number of bottleneck blocks of each stage. Stages after the first halve
+            the image and double the channels.
+        width: Channels inside the blocks of the first stage; their output has four
+            times as many.
         classes: Width of the classifier.
         image_size: Height and width of the images in the job's batches, in pixels.
         annotated: Whether to add the marks.
@@ -99,15 +100,15 @@ class NormedConv(nnx.Module):
         )
         self.norm = nnx.BatchNorm(outputs, momentum=0.9, rngs=rngs, **_kinds(config))
         param_dtype = jnp.dtype(config.param_dtype)
-        # Statistics are computed in float32 or wider; running means in a narrower dtype
-        # would change the model's types in the first step.
+        # Statistics are computed in float32 or wider. In a narrower type, running means
+        # would change their type in the first step.
         self.norm.mean = nnx.BatchStat(widened(self.norm.mean[...].astype(param_dtype)))
         self.norm.var = nnx.BatchStat(widened(self.norm.var[...].astype(param_dtype)))
 
     def __call__(self, x: Array) -> Array:
         """Maps images ``[batch, height, width, channels]`` to the same layout."""
         y = self.conv(x)
-        # The float32 statistics would widen everything after a bfloat16 product.
+        # Float32 statistics would otherwise widen bfloat16 values.
         normed: Array = self.norm(y).astype(y.dtype)
         return normed
 
@@ -234,5 +235,5 @@ def job(
         optimizer=optax.sgd(learning_rate, momentum=0.9),
         batch_size=default_batch_size(size, batch_size, 64),
         name=size if size == "resnet50" else f"resnet-{size}",
-        per_micro_batch=True,  # Batch normalisation sees the samples computed together.
+        per_micro_batch=True,  # Batch normalisation depends on the micro-batch.
     )

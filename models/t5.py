@@ -1,11 +1,10 @@
 """T5: an encoder and a decoder in Flax Linen, which share their word embeddings.
 
-It shows features that the other models lack. Every layer of the second stack reads the
-output of the first, with attention between sequences of different length. All layers of
-a stack read one parameter, the bias of attention scores by distance. One table holds
-the embeddings of both stacks and the head. It runs on one device unchanged; in the
-default configuration nothing is marked and the planner decides everything.
-``T5Config(annotated=True)`` adds three marks:
+It has features that the other models lack. Every decoder layer attends to the output of
+the encoder, a sequence of another length. All layers of a stack read the same
+parameter, the bias of attention scores by distance. One table is the embedding of both
+stacks and the head. It runs on one device unchanged. By default nothing is marked, and
+the planner decides everything. ``T5Config(annotated=True)`` adds three marks:
 
 - in ``T5.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -94,8 +93,8 @@ class T5(nn.Module):
 
         Args:
             inputs: ``int32[batch, inputs]``.
-            input_padding: ``bool[batch, inputs]``, true for real tokens; nothing
-                attends to the others.
+            input_padding: ``bool[batch, inputs]``, true for real tokens. No position
+                attends to padding.
             before: ``int32[batch, targets]``, the token before each target: a start
                 token and the text; padding follows the real tokens.
             deterministic: Whether to omit dropout; otherwise pass a ``dropout`` key.

@@ -1,8 +1,6 @@
-"""Real text available with every Python: its standard library's source files.
+"""Training text: the source files of Python's standard library, without a download.
 
-Training examples need data, and a download would make the first run depend on the
-network. The bytes of several hundred hand-written modules are enough for minutes of
-training of a byte-level model.
+They suffice to train a byte-level model for minutes.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ _DEFAULT_MAX_BYTES: Final = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Windows of a byte sequence, chosen by a counter.
+    """Random windows of a text, which depend on the seed and the step.
 
     Attributes:
         data: Full text, uint8.
-        sequence: Bytes in a model's context; windows have one more.
+        sequence: Bytes in a model's context; a window has one byte more.
         seed: Seed of the sequence of batches.
     """
 

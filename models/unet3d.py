@@ -1,9 +1,10 @@
 """3-D U-Net: classifies every voxel of a volume.
 
-An example of downsampling and upsampling: 3 × 3 × 3 convolutions at each resolution,
-2 × 2 × 2 max pooling on the way down, transposed convolutions on the way up, and skip
-connections. Logits have the volume's extents, so that devices that shard depth, height
-and width shard every activation. Group or batch normalisation. Nothing is annotated.
+It is an example of downsampling and upsampling: 3 × 3 × 3 convolutions at each
+resolution, 2 × 2 × 2 max pooling on the way down, transposed convolutions on the way
+up, and skip connections. Logits have the extents of the volume, so that all activations
+can be sharded by depth, height and width. Normalisation is by groups or over the batch.
+Nothing is annotated.
 
 After Çiçek et al., "3D U-Net: Learning Dense Volumetric Segmentation from Sparse
 Annotation" (2016), with padded convolutions, so that labels have the volume's extents.

@@ -1,11 +1,11 @@
 """VGG-16: plain convolutions, then three dense layers with nearly all parameters.
 
-It shows a model whose two ends have different costs. At 224×224 pixels the classifier
-has 123.6M of 138.4M parameters, 102.8M of them in its first layer. Nearly all
-activations and products are the convolutions'. So data parallelism suits one end and
-sharded kernels the other, and pipeline stages cannot be even in both memory and time.
-It runs on one device unchanged; two lines annotate it, as in Krizhevsky, "One weird
-trick for parallelizing convolutional neural networks" (2014):
+The two ends of the model have different costs. At 224×224 pixels the classifier has
+123.6M of 138.4M parameters, 102.8M of them in its first layer. The convolutions have
+nearly all activations and FLOPs. So data parallelism suits the convolutions, and
+sharded kernels suit the classifier. Pipeline stages cannot be even in both memory and
+time. It runs on one device unchanged. Two lines annotate it, as in Krizhevsky, "One
+weird trick for parallelizing convolutional neural networks" (2014):
 
 - in ``VGG.features``: ``with when(..., wh.replicate()):`` makes the convolutions
   data-parallel;
@@ -50,7 +50,8 @@ class VGGConfig:
         hidden: Width of the two dense layers before the last.
         classes: Width of the last dense layer.
         image_size: Height and width of the images, in pixels.
-        dropout_rate: Rate after both hidden dense layers, with the loss's keys.
+        dropout_rate: Dropout rate after both hidden dense layers, with keys from that
+            of the loss.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows the parameters.
         param_dtype: Dtype of the parameters.
@@ -108,13 +109,13 @@ class VGG(nnx.Module):
             groups.append(nnx.List(group))
         self.groups = nnx.List(groups)
         side = config.image_size // 2 ** len(config.channels)
-        # Height, width and channels stay dimensions of the kernel: flattened, none
-        # could be sharded as in the activations.
+        # The kernel keeps the dimensions height, width and channels, so that they can
+        # be sharded as in the activations.
         self.first = nnx.LinearGeneral(
             (side, side, inputs), config.hidden, axis=(-3, -2, -1), **kinds
         )
         self.second = nnx.Linear(config.hidden, config.hidden, **kinds)
-        # Logits begin near zero, whatever the layers before amplify.
+        # Initial logits are near zero.
         kinds["kernel_init"] = nnx.initializers.normal(0.01)
         self.last = nnx.Linear(config.hidden, config.classes, **kinds)
         self.dropout = nnx.Dropout(config.dropout_rate)

@@ -89,8 +89,8 @@ def _checked(data: Any, path: str) -> Any:
     if isinstance(data, str):
         if not is_shown_as_written(data):
             raise DataError(
-                f"{path} is {quoted(data)}; expected text without control characters "
-                "and marks of direction"
+                f"{path} is {quoted(data)}; expected text without control and "
+                "bidirectional characters"
             )
     elif isinstance(data, int | float):
         if not abs(data) <= MOST_NUMBER or not math.isfinite(data):

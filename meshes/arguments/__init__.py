@@ -1,1 +1,1 @@
-"""Names of arguments: what a misspelt one meant, and calls with wrong ones."""
+"""Handles misspelt names, and calls with wrong arguments."""

@@ -1,8 +1,4 @@
-"""Finds the intended name: ours for another library's word, or else the nearest.
-
-Error messages end with these suggestions, so that users of another library learn the
-words of this one.
-"""
+"""Suggests the intended name for a misspelt one, or for another library's name."""
 
 from __future__ import annotations
 
@@ -12,13 +8,11 @@ from typing import Final
 
 
 Synonyms = Mapping[str, tuple[str, ...]]
-"""Names in other libraries, each with our names that may be meant, the likeliest
-first.
-"""
+"""Names in other libraries, each with our names for it, the likeliest first."""
 
 
 def _by_synonym(text: str) -> Synonyms:
-    """Returns synonyms from lines of one of our names, a colon, and names elsewhere."""
+    """Parses lines with one of our names, a colon, and names in other libraries."""
     synonyms = dict[str, tuple[str, ...]]()
     for line in text.strip().splitlines():
         ours, _, others = line.partition(":")
@@ -37,7 +31,7 @@ AXIS_SYNONYMS: Final = _by_synonym(
     fsdp: zero zero3 hsdp sharded fully_sharded
     """
 )
-"""Names of mesh axes in other libraries, and ours."""
+"""Our names of mesh axes, by names in other libraries."""
 
 PRECISION_SYNONYMS: Final = _by_synonym(
     """
@@ -46,7 +40,7 @@ PRECISION_SYNONYMS: Final = _by_synonym(
     f32: float32 fp32 full float 32 single
     """
 )
-"""Names of precisions in other libraries, and ours."""
+"""Our names of precisions, by names in other libraries."""
 
 ARGUMENT_SYNONYMS: Final = _by_synonym(
     """
@@ -82,7 +76,7 @@ ARGUMENT_SYNONYMS: Final = _by_synonym(
     hooks: callbacks loggers
     """
 )
-"""Names of arguments in other libraries, and ours."""
+"""Our names of arguments, by names in other libraries."""
 
 
 OPTION_SYNONYMS: Final = _by_synonym(
@@ -113,9 +107,9 @@ OPTION_SYNONYMS: Final = _by_synonym(
     tokens: num_tokens total_tokens
     """
 )
-"""Names of command-line options elsewhere, and ours, without dashes.
+"""Our names of options without dashes, by names in other programs.
 
-One name may be listed for several options; the first that a command has is meant.
+A name may mean several options: the first one that the command has.
 """
 
 COMMAND_SYNONYMS: Final = _by_synonym(
@@ -130,7 +124,7 @@ COMMAND_SYNONYMS: Final = _by_synonym(
     why: explain
     """
 )
-"""Names that people try for commands, and ours."""
+"""Our names of commands, by names that users may try."""
 
 
 def near_names(
@@ -141,7 +135,7 @@ def near_names(
     Args:
         given: Name from the user.
         known: Known names.
-        synonyms: Other names, each with its known ones.
+        synonyms: Our names by names in other libraries.
 
     >>> near_names("tp", ["data", "tensor"], AXIS_SYNONYMS)
     ['tensor']
@@ -161,7 +155,9 @@ def near_names(
 def near_hint(
     given: object, known: Iterable[str], synonyms: Synonyms | None = None
 ) -> str:
-    """Returns the end of a sentence and a suggestion of the probable name, or nothing.
+    """Returns text that suggests the probable name, or an empty text.
+
+    It continues a sentence without its full stop.
 
     >>> near_hint("dp", ["data", "tensor"], AXIS_SYNONYMS)
     ". Did you mean 'data'?"

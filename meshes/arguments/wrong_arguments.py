@@ -1,7 +1,7 @@
-"""Raises a ``WhaleError`` for calls that Python refuses.
+"""Explains calls that Python refuses, by a ``WhaleError``.
 
-``names_arguments`` decorates every public function and class. It adds one stack frame
-to a call; signatures are read only when a call has failed, so imports cost nothing.
+``names_arguments`` decorates every public function and class. It reads a signature only
+after a failed call.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BOUND: Final = ("self", "cls")
 """Parameters that users do not write."""
 
 _MARK: Final = "whalejax_names_arguments"
-"""Attribute of functions that are already wrapped."""
+"""Attribute that marks decorated functions."""
 
 
 class WrongArguments(WhaleError, TypeError):
-    """A call with an unknown, repeated or surplus argument, or without a needed one."""
+    """A call has an unknown, repeated or surplus argument, or lacks a required one."""
 
 
 def names_arguments(
@@ -42,24 +42,23 @@ def names_arguments(
     instead: str = "",
     habits: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[C], C]:
-    """Makes a public function or class say which argument is wrong or missing.
+    """Returns a decorator of public functions and classes with better errors.
 
-    For a class, this includes its constructor, ``__call__`` and the public methods that
-    WhaleJAX defines. Also, an error about an attribute that does not exist names the
-    nearest one.
+    Calls that Python refuses raise ``WrongArguments``, which names the wrong or missing
+    argument. For a class, this applies to its constructor, ``__call__`` and the public
+    methods that WhaleJAX defines; errors about unknown attributes suggest the nearest.
 
     Args:
-        name: Name under which users call it.
-        instance: Usual name of an instance, which messages write before a method's
-            name; default: ``name``.
-        instead: Sentence that says what to write, for a function or constructor. If it
-            is empty, messages show the signature.
-        habits: Attribute names of other libraries, each with a sentence on what to
-            write instead.
+        name: Name under which users call the function or class.
+        instance: Usual name of an instance, for messages about methods; default:
+            ``name``.
+        instead: Sentence that tells what to write; if empty, messages show the
+            signature.
+        habits: Attribute names of other libraries, each with a sentence that tells what
+            to write instead.
 
     Returns:
-        A decorator. Calls that Python would refuse raise ``WrongArguments``; a
-        ``TypeError`` from inside a call stays as it is.
+        The decorator. A ``TypeError`` from inside a call is not changed.
     """
 
     def decorate(target: C) -> C:
@@ -80,11 +79,11 @@ def names_arguments(
 
 
 def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any]:
-    """Returns the ``__getattr__`` of a class, which type checkers do not see."""
+    """Returns a ``__getattr__`` that suggests attributes."""
 
     def find(self: Any, name: str) -> Any:
         if hasattr(type(self), name):
-            return object.__getattribute__(self, name)  # Raises the property's error.
+            return object.__getattribute__(self, name)  # Raise the property's error.
         text = f"this {kind} has no {name!r}"
         if name in habits:
             text += f". {habits[name]}"
@@ -99,10 +98,7 @@ def _attribute_finder(kind: str, habits: Mapping[str, str]) -> Callable[..., Any
 def _checked_method(
     value: Any, key: str, name: str, instance: str, instead: str
 ) -> Any | None:
-    """Returns a method with checked arguments; None for what stays as it is.
-
-    These are other attributes, private and foreign methods, and those already wrapped.
-    """
+    """Returns a decorated public method; None for other attributes of a class."""
     inner = getattr(value, "__func__", value)
     ours = inspect.isfunction(inner) and inner.__module__.startswith("whalejax")
     if not ours or hasattr(inner, _MARK):
@@ -123,7 +119,6 @@ def _checked_method(
 def _checked(
     function: Callable[..., Any], name: str, instead: str = ""
 ) -> Callable[..., Any]:
-    """Returns a function whose calls with wrong arguments raise ``WrongArguments``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +131,7 @@ def _checked(
             except TypeError:
                 pass
             else:
-                raise  # From inside the call.
+                raise  # the error comes from inside the call
         known = [p for p in signature.parameters.values() if p.name not in _BOUND]
         num_bound = len(signature.parameters) - len(known)
         text = _problems_of(name, known, len(args) - num_bound, kwargs, instead)

@@ -1,8 +1,7 @@
 """A cache of measured clusters, one small file for each machine.
 
 The folder is ``$WHALEJAX_CACHE``, else ``$XDG_CACHE_HOME/whalejax``, else
-``~/.cache/whalejax``. An unreadable file counts as missing: measuring again is always
-correct, and a cache must never cause a failure.
+``~/.cache/whalejax``. An unreadable file counts as missing.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def file_of(key: MachineKey) -> Path:
 
 
 def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
-    """Returns the measurement of this machine with at least this budget, or None."""
+    """Returns the stored measurement of a machine; None without one of this budget."""
     try:
         record = json.loads(file_of(key).read_text(encoding="utf-8"))
         if record["machine"] != dict(key) or record["format"] != _FORMAT:
@@ -61,10 +60,7 @@ def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
 
 
 def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
-    """Stores a measurement; readers see the complete old or new file.
-
-    A folder that cannot be written causes a warning: the next run measures again.
-    """
+    """Stores a measurement atomically; warns if the folder cannot be written."""
     record: dict[str, Any] = {
         "format": _FORMAT,
         "machine": dict(key),
@@ -84,6 +80,6 @@ def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
             raise
     except OSError as error:
         warn(
-            f"the measurement of this machine could not be kept in {path.parent}: "
-            f"{error}. Set WHALEJAX_CACHE to a directory that can be written",
+            f"the measurement of this machine could not be stored in {path.parent}: "
+            f"{error}. Set WHALEJAX_CACHE to a writable directory",
         )

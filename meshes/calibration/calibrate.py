@@ -1,10 +1,10 @@
-"""Measures the local devices, for ``Cluster.detect()``.
+"""Measures the local devices, for ``Cluster.detect()``. Starts JAX.
 
-Turns the times of ``probes`` into a device kind and a level of links. The result is
-cached for each machine, because later processes request the same. Starts JAX.
+The times of ``probes`` determine a device kind and a level of links, which are cached
+for each machine.
 
-The memory of an accelerator is what JAX may allocate. A virtual CPU device has the
-host's memory (or its control group's), divided by the number of devices.
+The memory of an accelerator is what JAX may allocate. The memory of a virtual CPU
+device is that of the host or control group, divided by the number of devices.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def calibrate(
     """Returns the local devices as one node, measured or from the cache.
 
     Args:
-        budget_seconds: Seconds after which measuring stops; the minimum that a plan
-            needs is measured even if it takes longer. A cached result is used if its
-            budget was at least this.
-        use_cache: Whether a cached result may be used; results are stored in any case.
+        budget_seconds: Seconds after which measuring stops. What a plan needs is always
+            measured, even if it takes longer. Cached results of a smaller budget are
+            not used.
+        use_cache: Whether to use a cached result. Results are stored in any case.
         clock: Monotonic clock, in seconds.
-        today: Date in the sources; None asks the system.
+        today: Date in the sources; default: the current date.
 
     Raises:
         WhaleError: An argument is invalid, or the memory of a device is unknown.
@@ -105,18 +105,18 @@ def measured(
     beside: ClusterData | None = None,
     instead: ClusterData | None = None,
 ) -> ClusterData:
-    """Measures the local devices again, for a file.
+    """Measures the local devices without the cache, to write a file.
 
     Args:
         budget_seconds: Budget of ``calibrate``, in seconds.
-        kind: Name of the kind; default: the catalogue's, else JAX's.
-        beside: Contents of the file, if they stay.
-        instead: Contents of the file, if they are replaced.
+        kind: Name of the kind; default: that of the catalogue, else of JAX.
+        beside: Contents of the file to which the devices are added, or None.
+        instead: Contents of the file that is replaced, or None.
 
     Raises:
-        WhaleError: Raised before measuring: the name is invalid or in use, the devices
-            cannot be joined to those of ``beside``, other kinds would be lost, or the
-            budget is not above zero. Raised after it: a device's memory is unknown.
+        WhaleError: Before measuring, if the name is invalid or in use, the devices
+            cannot be added to ``beside``, kinds of ``instead`` would be lost, or the
+            budget is not above zero. After it, if a device's memory is unknown.
     """
     devices = jax.local_devices()
     name = _name(devices[0]) if kind is None else kind
@@ -142,7 +142,7 @@ def _name(device: Device) -> str:
 
 
 def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
-    """Returns the facts that a measurement depends on, its key in the cache."""
+    """Returns the facts that identify a measurement in the cache."""
     return {
         "cpu_model": host_facts.cpu_model(),
         "cpu_cores": host_facts.cpu_cores(),
@@ -226,7 +226,7 @@ def _kind(
 
 
 def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
-    """Returns a measured kind with the catalogue's name, peaks and host memory."""
+    """Returns a measured kind with name, peaks and host memory of the catalogue."""
     prefixes = ("flops_per_second", "host_")
     return replace(
         measured,
@@ -267,7 +267,7 @@ def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
 
 
 def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | None:
-    """Returns the rate that explains the time of exp beyond memory traffic, if any."""
+    """Returns the rate for the time of exp in addition to memory traffic, if any."""
     nbytes = EXP_BYTES[kind.platform == "cpu"]
     seconds = found[Elementwise("exp", nbytes)]
     extra = seconds - kind.elementwise_seconds(2 * nbytes)
@@ -275,7 +275,7 @@ def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | Non
 
 
 def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
-    """Returns the rate that explains the extra time of first writes, if any."""
+    """Returns the rate for the additional time of first writes, if any."""
     for probe, seconds in found.items():
         if isinstance(probe, FirstTouchProbe):
             extra = seconds - kind.elementwise_seconds(probe.array_bytes)
@@ -288,8 +288,8 @@ def _convolutions(
 ) -> tuple[float | None, float | None]:
     """Fits ``convolution_share`` and ``turned_bytes_per_second`` to the times.
 
-    A convolution is at most as fast as its product; a transpose, as reading and writing
-    its array.
+    A convolution is at most as fast as its product. A transpose is at most as fast as
+    reading and writing its array.
     """
     timed = [
         (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)
@@ -318,7 +318,7 @@ def _level(
     known = entry.node if entry is not None else None
     name = known.name if known is not None else "host"
     if fit is None:
-        # One device sends nothing; its memory bandwidth is an upper bound.
+        # One device has no link; take the bandwidth of its memory, an upper bound.
         return Level(
             name=name,
             size=count,
@@ -336,14 +336,14 @@ def _level(
 
 
 def platform_of(device: Device) -> Platform:
-    """Returns the platform of a device; accelerators other than TPUs are GPUs."""
+    """Returns ``"cpu"``, ``"tpu"``, or ``"gpu"`` for all other accelerators."""
     if device.platform == "cpu":
         return "cpu"
     return "tpu" if device.platform == "tpu" else "gpu"
 
 
 def slug(device_kind: str) -> str:
-    """Returns a name, valid in the text of a cluster, for an uncatalogued device.
+    """Returns a name for a device that is not in the catalogue, valid in cluster texts.
 
     Example:
         >>> slug("NVIDIA RTX A6000")
@@ -353,7 +353,7 @@ def slug(device_kind: str) -> str:
 
 
 def device_memory_bytes(devices: Sequence[Device]) -> int:
-    """Returns the memory of one device; see the module for CPUs."""
+    """Returns the memory of one device; see the module's docstring."""
     if devices[0].platform == "cpu":
         return host_facts.host_memory_bytes() // len(devices)
     stats = devices[0].memory_stats() or {}
@@ -363,7 +363,7 @@ def device_memory_bytes(devices: Sequence[Device]) -> int:
     entry = entry_of_device(devices[0].device_kind)
     if entry is None:
         raise WhaleError(
-            f"{devices[0].device_kind} does not say how much memory it has, and the "
-            f"catalogue does not know it. Describe it in a TOML file"
+            f"JAX does not tell the memory of {devices[0].device_kind}, and the "
+            f"catalogue lacks it. Describe the device in a TOML file"
         )
     return entry.kind.memory_bytes

@@ -1,8 +1,4 @@
-"""Fits latency and bandwidth of a link to measured collectives. No JAX.
-
-It is separate from the measurements so that tests can use synthetic times: noise, a
-negative latency, a negative bandwidth.
-"""
+"""Fits latency and bandwidth of a link to measured collectives, without JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ class CollectiveTime:
     Attributes:
         collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"`` or
             ``"all-to-all"``.
-        group_size: Number of participating devices; all others run the same in their
-            own groups at the same time.
+        group_size: Number of participating devices. All other devices run the same
+            collective in other groups at the same time.
         payload_bytes: Bytes on one device of the reduced, gathered or exchanged array.
         seconds: Seconds of one collective.
         shared: Whether the devices are threads over one memory; see ``Level``.
@@ -36,12 +32,12 @@ class CollectiveTime:
 
     @property
     def rounds(self) -> int:
-        """Passes over the ring: an all-reduce scatters, then gathers."""
+        """Number of passes over the ring: 2 for an all-reduce, else 1."""
         return 2 if self.collective == "all-reduce" else 1
 
     @property
     def waits(self) -> int:
-        """Latencies in all rounds."""
+        """Number of latencies in all rounds."""
         return self.rounds * (self.group_size if self.shared else 1)
 
     @property
@@ -58,7 +54,8 @@ class LinkFit:
     Attributes:
         latency_seconds: Latency of one round.
         bandwidth_bytes_per_second: Bandwidth of one device, one direction.
-        slowdown: (collective, factor): measured over fitted, the geometric mean.
+        slowdown: (collective, factor) pairs: geometric mean of measured over fitted
+            times.
         notes: Notes on clipped values, with the reasons.
     """
 
@@ -71,14 +68,13 @@ class LinkFit:
 def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
     """Fits latency and bandwidth by least squares of the logarithm of the times.
 
-    Fits ``seconds = waits * latency + wire_bytes / bandwidth``. With logarithms, twice
-    too fast counts as much as twice too slow, and the largest payload does not
-    dominate; a robust loss limits the effect of a single disturbed measurement.
-    All-to-all is omitted from the fit if others were measured, because only it is no
-    ring on any platform; its own factor corrects it.
+    The model is ``seconds = waits * latency + wire_bytes / bandwidth``. With
+    logarithms, large payloads do not dominate. A robust loss limits the effect of a
+    disturbed measurement. All-to-all is not a ring, so it is omitted if other
+    collectives were measured, and corrected by its ``slowdown``.
 
     Args:
-        times: Measured times, at least one.
+        times: Measured times, one or more.
 
     Example:
         >>> fit = fit_link([
@@ -112,8 +108,8 @@ def _two_numbers(
         latency, inverse = np.exp(logs)
         return np.asarray(np.log((waits * latency + wire * inverse) / seconds))
 
-    # Neither term can exceed the slowest case, nor, beyond the seventh digit, matter to
-    # the fastest one.
+    # Bounds: no term exceeds the slowest case, or is less than a ten-millionth of the
+    # fastest one.
     high = np.log([(seconds / waits).max(), (seconds / wire).max()])
     low = np.log([(seconds / waits).min(), (seconds / wire).min()]) - np.log(1e7)
     start = np.log([(seconds / waits).min() / 2, (seconds / wire).min() / 2])
@@ -125,8 +121,8 @@ def _two_numbers(
         latency = 0.0
     if solved.x[1] < low[1] + 1:
         notes.append(
-            "bandwidth is a lower bound, from the largest payload: time did not grow "
-            "with size"
+            "bandwidth is a lower bound from the largest payload, because times did "
+            "not grow with size"
         )
         inverse = float(seconds[wire.argmax()] / wire.max())
     return latency, inverse, tuple(notes)

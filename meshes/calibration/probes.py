@@ -1,14 +1,12 @@
-"""Probes of a device, their programs and order, and when to stop. Starts JAX.
+"""Runs probes: small programs that measure a device. Starts JAX.
 
-Every program is one compiled loop over many operations, so that the time is the
-device's and not the dispatch's. It runs on all devices at once: virtual CPU devices
-share cores and memory, and the speed of each while the others work is what matters. The
-number of iterations is an argument, so one compilation serves both the trial and the
-measurement.
+A program is a compiled loop over many operations, so that the time of dispatch hardly
+counts. It runs on all devices at once, because virtual CPU devices share cores and
+memory. The number of iterations is an argument, so that the trial and the measurement
+need one compilation.
 
-Twenty seconds do not suffice for all probes, so they are ordered by their importance to
-a plan, and the budget cuts the list. ``calibrate`` derives the numbers of a device kind
-from the times.
+Probes are in order of their importance to a plan, and the last ones are left out when
+the budget is spent. ``calibrate`` derives the numbers of a device kind from the times.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ Run = Callable[[int], object]
 JAX_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16"}
 OPS_IN_CHAIN = 16
 REPEATED = 8
-"""Times that an accelerator runs a loop's body in each iteration.
+"""Number of times that an accelerator runs the body of a loop per iteration.
 
-An iteration costs a GPU more than ten microseconds of its own, as the host checks
-whether another follows. On an H200 (2026-11-26) an iteration that added 1 MB took 17.3
-us, and each of eight such additions in one iteration 3.6."""
+An iteration has a fixed cost of over ten microseconds on a GPU, because the host checks
+the loop's condition. On an H200 (2026-11-26) an iteration with one addition of 1 MB
+took 17.3 us; with eight additions, each took 3.6 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,8 @@ class TimingPlan:
         clock: Monotonic clock, in seconds.
         target_seconds: Approximate duration of one timed run.
         repeats: Number of timed runs, of which the median counts.
-        fewest: Fewest iterations. The fixed cost of a run varies by several
-            milliseconds, which a few long iterations do not outweigh.
+        fewest: Least number of iterations. With few iterations, the fixed cost of a
+            run would dominate, which varies by several milliseconds.
     """
 
     clock: Callable[[], float]
@@ -58,14 +56,14 @@ class TimingPlan:
     fewest: int = 1
 
     def seconds_each(self, run: Run) -> float:
-        """Returns the seconds of one more iteration of a program; compiles at first.
+        """Compiles a program, and returns the seconds of one iteration.
 
-        The fixed cost of a run, such as dispatch and the first touch of its memory, is
-        also in a run of one iteration, and is subtracted.
+        The fixed cost of a run, such as dispatch, is subtracted. A run of one iteration
+        measures it.
         """
         jax.block_until_ready(run(1))
-        # The trial includes the dispatch, which a longer run shows to be small: hence
-        # two steps towards the target instead of one.
+        # The first trial overestimates an iteration, because it includes the dispatch.
+        # A second trial corrects this.
         iterations = self._towards_target(self._time(run, 1), self.fewest)
         if iterations > self.fewest:
             once = self._time(run, iterations) / iterations
@@ -99,7 +97,7 @@ def _looped(
 ) -> Run:
     """Returns a program that runs ``x = body(x, *rest)`` on every device of a mesh.
 
-    An iteration runs the body ``repeated`` times, with a barrier between. Each device
+    An iteration runs the body ``repeated`` times, separated by barriers. Each device
     gets a copy of the arguments.
     """
     spec = PartitionSpec(mesh.axis_names)
@@ -138,10 +136,10 @@ def _looped(
 
 
 def _orthogonal(rows: int, columns: int, dtype: str) -> np.ndarray:
-    """Returns a part of a Hadamard matrix; times its transpose it is a projection.
+    """Returns a part of a Hadamard matrix, whose product with its transpose projects.
 
-    Thousands of products with it neither overflow nor become denormal numbers, which
-    some processors multiply a hundred times slower. Only for powers of two.
+    So many products in turn neither overflow nor become denormal numbers, which are
+    slow on some processors. Sizes are powers of two.
     """
     i = np.arange(rows, dtype=np.uint32)[:, None] & np.arange(columns, dtype=np.uint32)
     signs = 1 - 2 * (np.bitwise_count(i) & 1).astype(np.int8)
@@ -160,10 +158,10 @@ def _all_device_mesh(devices: Sequence[Device]) -> Mesh:
 def matmul_run(
     devices: Sequence[Device], dtype: str, m: int, k: int, n: int, batch: int = 1
 ) -> Run:
-    """Times (m, k) × (k, n) and back, (m, n) × (n, k): two products in a loop's body.
+    """Times a product (m, k) × (k, n) followed by (m, n) × (n, k).
 
     Args:
-        devices: Devices that run it at once.
+        devices: Devices that run the products at once.
         dtype: A key of ``JAX_DTYPES``.
         m, k, n: Powers of two.
         batch: Number of products at once, each with its own matrices.
@@ -185,10 +183,11 @@ def convolution_run(
 ) -> Run:
     """Times a 3 × 3 convolution and the gradients of its input and its kernel.
 
-    There is no loop on the device: inside one, CPU convolutions are many times slower.
+    The host runs the loop, because CPU convolutions are many times slower in a loop on
+    the device.
 
     Args:
-        devices: Devices that run it at once.
+        devices: Devices that run the convolution at once.
         batch: Images per device.
         side: Side of the images and of the result, in pixels.
         channels: Number of input and of output channels.
@@ -228,7 +227,7 @@ def _convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
-    """Times the fill of an f32 array on every device, in newly allocated memory."""
+    """Times filling an f32 array in newly allocated memory on every device."""
     mesh = _all_device_mesh(devices)
     spec = PartitionSpec(mesh.axis_names)
     shape = (len(devices), array_bytes // 4)
@@ -260,7 +259,7 @@ def exp_run(devices: Sequence[Device], array_bytes: int) -> Run:
 
 
 def chain_run(devices: Sequence[Device]) -> Run:
-    """Times ``OPS_IN_CHAIN`` operations too small to take measurable time."""
+    """Times ``OPS_IN_CHAIN`` operations on tiny arrays, for the overhead of each."""
     weight = _orthogonal(16, 16, "float32")
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -306,7 +305,7 @@ def collective_run(
     group_size: int,
     payload_bytes: int,
 ) -> Run:
-    """Times one collective an iteration, in groups of neighbours, all groups at once.
+    """Times a collective in groups of neighbours, in all groups at once.
 
     Args:
         devices: Devices; their number is a multiple of ``group_size``.
@@ -325,9 +324,9 @@ def collective_run(
     return _looped(lambda x: operation(x, group_size), mesh, [x])
 
 
-# (m, k, n), most informative first: a medium one, a small one, then sizes around. On
-# accelerators the small one gives the least time of any product, and is always
-# measured; narrow ones, common for shards of vocabularies and for adapters, come next.
+# (m, k, n), most informative first: medium, small, narrow, others. On accelerators, the
+# small product is always measured, because it gives the least time of any product.
+# Shards of vocabularies and adapters have narrow products.
 _CPU_SHAPES = (
     (512, 256, 512),
     (64, 64, 64),
@@ -338,7 +337,7 @@ _CPU_SHAPES = (
     (128, 1024, 512),
     (2048, 256, 1024),
 )
-# Products of many matrices, as in attention: (m, k, n, batch).
+# Batched products as in attention: (m, k, n, batch).
 _CPU_BATCHES = ((128, 32, 128, 64), (256, 64, 256, 16))
 _ACCELERATOR_BATCHES = ((1024, 128, 1024, 128), (512, 64, 512, 256))
 _ACCELERATOR_SHAPES = (
@@ -361,9 +360,9 @@ _ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
 _CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
 _ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
 _ROUNDS = 3
-# On CPUs small enough for caches; elsewhere large enough to hide the loop's overhead.
+# Small enough for the caches of CPUs; on accelerators, large compared with overheads.
 EXP_BYTES = {True: 2**18, False: 2**28}
-# Above the 32 MiB that the C library may keep after a free.
+# Above the 32 MiB of freed memory that the C library may reuse.
 FRESH_BYTES = 5 * 2**23
 
 
@@ -380,7 +379,7 @@ class ProductProbe:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Probe of ``"add"`` or ``"exp"`` over f32 arrays of this size."""
+    """Probe of ``"add"`` or ``"exp"`` of f32 arrays of this size."""
 
     operation: str
     array_bytes: int
@@ -403,13 +402,13 @@ class Convolution:
 
     @property
     def product(self) -> tuple[int, int, int]:
-        """(m, k, n) of the equivalent product, which runs three times."""
+        """Sizes (m, k, n) of a product with the FLOPs of the forward convolution."""
         pixels = self.batch * self.side * self.side
         return pixels, 9 * self.channels, self.channels
 
     @property
     def turned_bytes(self) -> int:
-        """Bytes that are transposed in memory, for a compiler that does that."""
+        """Bytes that a compiler with ``copies_kernels`` transposes in memory."""
         kernel = 4 * 9 * self.channels**2
         image = 4 * self.batch * self.side**2 * self.channels
         return sum(KERNEL_TURNS) * kernel + IMAGE_TURNS * 2 * image
@@ -439,12 +438,11 @@ Probe = (
 )
 Seconds = dict[Probe, float]
 
-# Fewest iterations, after the first run of essential probes, for operations that are
-# slow on many devices with one memory. Every plan's time depends on the rate of large
-# arrays.
+# Least number of iterations when essential probes run again. Large arrays are slow on
+# many devices with one memory, and their rate matters for every plan.
 _FEWEST: dict[type[Probe], int] = {Elementwise: 10, CollectiveProbe: 3}
 
-# On CPUs, one dominated by products, and one that transposes its kernel.
+# For CPUs: a convolution dominated by products, and one by the transpose of its kernel.
 _CPU_CONVOLUTIONS = (
     Convolution(batch=2, side=16, channels=128),
     Convolution(batch=2, side=4, channels=512),
@@ -459,9 +457,9 @@ def measure_devices(
 ) -> Seconds:
     """Times the probes in order until the budget is spent.
 
-    The essential ones always run; all others end as soon as the longest so far would
-    not fit the remaining budget. If time is left, all are timed up to twice more and
-    the shortest time counts: a busy machine was slower, never faster.
+    Essential probes always run. Other probes run while the longest time so far fits in
+    the remaining budget. If time is left, all probes run up to twice more, and the
+    shortest time counts, because other load only makes a probe slower.
     """
     start = clock()
     target = min(0.02, budget_seconds / 400)
@@ -564,7 +562,7 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
 
 
 def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
-    """Interleaves both lists evenly, so that a budget that ends early cuts both."""
+    """Interleaves two lists evenly, so that a small budget cuts both."""
     ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
     ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
     return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

@@ -1,7 +1,6 @@
-"""The short text of a cluster, and its implied links.
+"""Parses short texts of clusters such as ``h100:4x8``, and adds links.
 
-``h100:4x8`` does not describe the links of nodes; the rules that add them from the
-catalogue are here, and also serve files without levels.
+The links come from the catalogue, for texts and for files without levels.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def parse(text: str) -> ClusterData:
     """Returns the cluster that a text such as ``h100:4x8`` describes.
 
     Raises:
-        WhaleError: Lists every problem of the text, and the grammar, or states that the
-            text is too long.
+        WhaleError: The text is invalid or too long. The message lists every problem and
+            shows the grammar.
     """
     stripped = text.strip()
     problems = Problems(f"cluster {quoted(text)}")
@@ -109,7 +108,8 @@ def _part(term: str, problems: Problems) -> _Part | None:
     part = _entry(match[1])
     if part is None:
         problems.add(
-            f"{term!r}: local stands for all devices of this machine, without a number"
+            f"{term!r}: local means all devices of this machine; write it without a "
+            "number"
             if match[1].strip() == "local"
             else f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}"
         )
@@ -133,9 +133,9 @@ def _part(term: str, problems: Problems) -> _Part | None:
 
 
 def _entry(name: str) -> CatalogueEntry | None:
-    """Returns the entry of a catalogue kind or of a device with a datasheet; else None.
+    """Returns the entry of a kind of the catalogue or of a ``DatasheetCard``, or None.
 
-    A device with a datasheet gets the links of another kind, and a warning states it.
+    A card has the links of another kind, which a warning tells.
     """
     if is_kind(name):
         return entry(name)
@@ -143,19 +143,19 @@ def _entry(name: str) -> CatalogueEntry | None:
         return None
     device = read_device(name)
     warn(
-        f"cluster {quoted(name)}: {'; '.join(device.notes)}, and joined as that is. A "
-        "TOML file with [[levels]] says how yours are joined"
+        f"cluster {quoted(name)}: {'; '.join(device.notes)}, and with its links. To "
+        "describe other links, write a TOML file with [[levels]]"
     )
     return device.entry
 
 
 def _suggested_text(term: str) -> str:
-    """Rewrites ``"h100-8"`` or ``"8xh100"`` in our notation; empty for other texts.
+    """Rewrites texts such as ``"h100-8"`` or ``"8xh100"``; empty for other texts.
 
     >>> [_suggested_text(word) for word in ("h100x8", "8 x h100", "tpu-v5litepod-16")]
     ['h100:8', 'h100:8', 'v5e:16']
     """
-    if is_kind(term):  # The number of a100-80 is its memory.
+    if is_kind(term):  # The number of a100-80 is no count.
         return ""
     bare = term.removeprefix("tpu-").removeprefix("nvidia-")
     match = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)
@@ -166,7 +166,7 @@ def _suggested_text(term: str) -> str:
     if not name or not is_kind(name):
         return ""
     kind, number = entry(name).kind.name, int(count)
-    if kind in ("v4", "v5p") and number >= 8:  # Google counts two cores a chip.
+    if kind in ("v4", "v5p") and number >= 8:  # Google counts two cores per chip.
         number //= 2
     return f"{kind}:{number}"
 
@@ -180,8 +180,8 @@ def _malformed(term: str) -> str:
         return f"{term!r} has no colon. Write {meant}"
     if term == "local":
         return (
-            "'local' stands alone. To join other devices to those of this machine, "
-            "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
+            "'local' cannot be combined with +. To add other devices to those of this "
+            "machine, describe all of them in one file (whalejax calibrate --append)"
         )
     if re.fullmatch(r"[a-z0-9-]+", name) and not is_kind(name):
         return f"{unknown_kind(name)}{DESCRIBE_IN_TOML}"
@@ -218,7 +218,7 @@ def _node_part(
         return None
     groups, per_node = (1, *numbers)[-2:]
     if most < per_node <= found.domain_devices and per_node % most == 0:
-        # More devices behind one switch are several hosts.
+        # More devices than a host has may still be joined by one switch.
         groups, per_node = groups * (per_node // most), most
     if per_node > most:
         whole = -(-groups * per_node // most)
@@ -252,7 +252,7 @@ def _torus_part(
         return None
     groups = numbers.pop(0) if len(numbers) == dims + 1 else 1
     lengths = tuple(numbers)
-    # Other kinds have the torus of a similar one, and slices of their own.
+    # A kind from a datasheet has the torus of another kind, whose slices do not count.
     is_listed = name in entries()
     if len(numbers) == 1 and not is_listed:
         lengths = near_cube(numbers[0], dims)
@@ -275,9 +275,9 @@ def _torus_part(
             for shape in torus.near_slices(lengths)
         ]
         problems.add(
-            f"{term!r} has slices of {'×'.join(map(str, lengths))} chips, and "
-            f"{_slice_rule(name, torus)}. Nearest: {' or '.join(near)}. A torus of "
-            "your own can be described in a TOML file"
+            f"{term!r} has slices of {'×'.join(map(str, lengths))} chips, but "
+            f"{_slice_rule(name, torus)}. Nearest: {' or '.join(near)}. Describe "
+            "another torus in a TOML file"
         )
         return None
     return _Part(entry=found, groups=groups, lengths=lengths)
@@ -290,8 +290,8 @@ def _slice_rule(name: str, torus: Torus) -> str:
     edge = torus.wrap_multiple
     parts = [str(n) for n in range(1, edge) if edge % n == 0]
     return (
-        f"lengths of a slice of {name} are each {', '.join(parts)} or {edge}, or all "
-        f"multiples of {edge}"
+        f"the lengths of a slice of {name} are {', '.join(parts)} or {edge} each, or "
+        f"all multiples of {edge}"
     )
 
 
@@ -318,7 +318,7 @@ def _check_together(parts: list[_Part], problems: Problems) -> None:
 
 
 def near_cube(chips: int, dims: int) -> tuple[int, ...]:
-    """Returns ascending lengths with the product ``chips``, the closest to a cube.
+    """Returns the lengths of a torus closest to a cube, in ascending order.
 
     Example:
         >>> near_cube(8, 2), near_cube(16, 3)
@@ -341,9 +341,9 @@ def node_levels(
 ) -> tuple[Level, ...]:
     """Returns the levels of nodes that a network joins.
 
-    Between different kinds the slower link counts. Nodes of different sizes have no
-    common grid; then the inner level is the greatest common divisor of their sizes, and
-    the rest has the network's speed, which is pessimistic.
+    If kinds differ, the slower link counts. If nodes differ in size, the inner level
+    has the greatest common divisor of their sizes, and all other links have the speed
+    of the network, which is pessimistic.
     """
     inner = math.gcd(*counts)
     outer = sum(counts) // inner
@@ -368,14 +368,13 @@ def node_levels(
     outer //= joined
     if outer > 1:
         links = [(x.network, _delivered(x).network) for x in found if x.network]
-        # NCCL's trees between nodes: their depth, not their number, determines the
-        # latency.
+        # NCCL uses trees between nodes, so the latency grows with the tree's depth.
         levels.append(_merge_links(links, outer, math.ceil(math.log2(outer))))
     return tuple(levels)
 
 
 def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
-    """Returns how many nodes one switch joins: the most that fit and divide."""
+    """Returns the number of nodes that one switch joins, a divisor of ``outer``."""
     if any(one.domain is None for one in found):
         return 1
     room = min(one.domain_devices for one in found) // inner
@@ -390,10 +389,10 @@ def _delivered(found: CatalogueEntry) -> Achieved:
 def _merge_links(
     delivered: Sequence[tuple[Link, float]], size: int, hops: int, wait: float = 0.0
 ) -> Level:
-    """Returns the level of some links, as fast as the slowest of them.
+    """Returns a level as slow as the slowest of some links.
 
-    Each link has the share of its bandwidth that it reaches; ``wait`` is added to its
-    latency.
+    Each link comes with the share of its bandwidth that it reaches. ``wait`` is added
+    to the latency.
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
@@ -406,7 +405,7 @@ def _merge_links(
         ),
         latency_seconds=wait
         + max(x.base_seconds + hops * x.hop_seconds for x in links),
-        # Larger groups than direct links reach are joined by something else.
+        # Direct links do not join groups of this size.
         peers=peers if peers >= size - 1 else 0,
     )
 
@@ -418,15 +417,15 @@ def torus_levels(
     slices: int,
     names: str = "xyz",
 ) -> tuple[Level, ...]:
-    """Returns a torus's levels: the cores of a chip, axes, the network of slices.
+    """Returns the levels of cores in a chip, axes of a torus, and network of slices.
 
-    An axis that wraps around is a ring of twice the bandwidth and half the hops.
+    An axis that wraps is a ring with twice the bandwidth and half the hops.
 
     Args:
         found: Entry of the kind.
         torus: Torus of the kind.
         lengths: Lengths of the axes, outermost first.
-        slices: Number of such tori that the network joins.
+        slices: Number of tori that the network joins.
         names: Names of the axes, one letter each, outermost first.
     """
     levels = []

@@ -1,8 +1,8 @@
-"""Clusters as plain data, and as TOML files.
+"""Converts clusters to plain data and to TOML files, and reads both.
 
-One schema serves both. ``plan.json`` contains a complete cluster; a user's file may
-omit what the catalogue knows. ``base`` inherits a kind. Missing ``levels`` come from
-the kinds, missing values of ``compiler`` from the platform.
+A file of the user may omit what the catalogue knows. A kind with ``base`` inherits from
+a kind of the catalogue. Missing ``levels`` come from the kinds, and missing values of
+``compiler`` from the platform.
 
     [kinds.small]
     base = "h100"
@@ -81,7 +81,7 @@ def save(cluster: ClusterData, path: str | os.PathLike[str]) -> None:
 
 
 def to_data(cluster: ClusterData) -> dict[str, Any]:
-    """Returns a cluster as complete plain data, which needs no catalogue to be read."""
+    """Returns a cluster as complete plain data, without references to the catalogue."""
     nodes = []
     for node, group in groupby(cluster.nodes):
         repeat = len(list(group))
@@ -128,7 +128,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
     """Returns a cluster from plain data.
 
     Args:
-        data: Data of ``to_data``; the module lists what may be omitted.
+        data: Data of ``to_data``, or of a file that omits values.
         title: Subject of the message.
 
     Raises:
@@ -171,7 +171,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
 
 
 def _compiler(table: FileTable) -> dict[str, Any]:
-    """Reads a file's compiler profile; missing values are the platform's."""
+    """Returns the compiler values of a file; the platform's replace missing ones."""
     compiler: dict[str, Any] = {
         "merge_partials": table.boolean("merge_partials"),
         "reduce_scatter": table.boolean("reduce_scatter"),
@@ -191,13 +191,13 @@ _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
 """Values of a file that replace the fitted curve."""
 
 _MEASURED = _OWN | {"matmul_points", "memory_points", "curve"}
-"""Values that mark the numbers of a kind without a base as no datasheet's."""
+"""Values whose presence shows that a kind without base is not from a datasheet."""
 
 
 def _kind(
     name: str, table: FileTable, bases: dict[str, CatalogueEntry]
 ) -> DeviceKind | None:
-    """Returns one kind; its base, if any, is stored under its name."""
+    """Returns a kind, and adds its base, if any, to ``bases``."""
     before = len(table.problems)
     base_name = table.text("base", None)
     base: DeviceKind | None = None
@@ -214,12 +214,12 @@ def _kind(
     try:
         if base is None:
             if not _MEASURED.intersection(values) and values["platform"] != "cpu":
-                # Numbers of a datasheet: devices reach the usual share of them.
+                # For datasheet numbers, the fitted shares apply.
                 fitted = {"curve": values["platform"], "efficiency": ASSUMED}
                 values = {**fitted, **values}
             return DeviceKind(name=name, **values)
         if "curve" not in values and _OWN.intersection(values):
-            values["curve"] = ""  # the file replaces the fit
+            values["curve"] = ""  # values of the file replace the fitted shares
         kept = [s for s in base.sources if s.field.partition(".")[0] not in values]
         values["sources"] = (*kept, *values.get("sources", ()))
         return dataclasses.replace(base, name=name, **values)
@@ -229,7 +229,7 @@ def _kind(
 
 
 def _kind_values(table: FileTable, needed: bool) -> dict[str, Any]:
-    """Returns the values of the table; without a base the main ones are required."""
+    """Returns the values of a kind; if ``needed``, the main values are required."""
     values: dict[str, Any] = {}
     values["label"] = table.text("label", None)
     platform = table.text("platform") if needed else table.text("platform", None)
@@ -323,7 +323,7 @@ def _nodes(
     defined: FileTable,
     bases: dict[str, CatalogueEntry],
 ) -> tuple[Node, ...]:
-    """Returns the nodes in order; undefined kinds are those of the catalogue."""
+    """Returns the nodes in order; kinds that the file lacks are in the catalogue."""
     nodes: list[Node] = []
     total = 0
     for table in tables:
@@ -377,7 +377,7 @@ def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]
         stray = [key for key in rates if not _is_device(key, count)]
         for key in stray:
             table.problem(f"bytes_per_second.{key}", key, f"0 to {count - 1}")
-        # The cluster reports missing rates, as rates of zero.
+        # Missing rates become zero, which the cluster reports.
         rows.append(tuple(rates.get(str(other), 0.0) for other in range(count)))
     return tuple(rows)
 
@@ -389,7 +389,7 @@ def _is_device(key: str, count: int) -> bool:
 def _default_levels(
     nodes: tuple[Node, ...], bases: dict[str, CatalogueEntry], problems: Problems
 ) -> tuple[Level, ...]:
-    """Returns the catalogue's links for nodes whose file has no levels."""
+    """Returns levels from the catalogue, for a file without levels."""
     if problems:
         return ()
     remedy = "Add one [[levels]] table for each level of links, innermost first"

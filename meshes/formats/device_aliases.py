@@ -1,9 +1,8 @@
-"""Device names in tables of runs, mapped to the catalogue, and devices that it lacks.
+"""Maps names of devices, for instance in tables of runs, to kinds of the catalogue.
 
-Names are matched without regard to case by family, then by memory: ``a100_40gb``,
-``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. Notes report the mapping. Devices that
-the catalogue lacks have the numbers of their datasheets, without links: estimates and
-plans take those of a kind in the catalogue, with a note.
+Names are matched by family and then by memory, in any case: ``a100_40gb``,
+``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. For devices that the catalogue lacks,
+numbers are from datasheets, and links from another kind. Notes report all this.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from whalejax.meshes.ratings import POWER
 
 @dataclass(frozen=True, slots=True)
 class DatasheetCard:
-    """A device that the catalogue lacks, from its datasheet, without sparsity.
+    """Datasheet numbers of a device that the catalogue lacks, without sparsity.
 
     Attributes:
-        words: Regular expressions of its names.
-        like: Entry whose family's efficiency, node and network are used.
-        half, eight, single: TFLOP/s in 16 bits, in 8 bits (0 if it has none), in
+        words: Regular expressions that match its names.
+        like: Kind of the catalogue whose efficiency, node and network are used.
+        half, eight, single: TFLOP/s in 16 bits, in 8 bits (0 without support) and in
             float32.
         memory: Gigabytes, and gigabytes per second.
         cores: Streaming multiprocessors or compute units.
@@ -54,7 +53,7 @@ CARDS = (
     DatasheetCard(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
     DatasheetCard(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
-"""Devices without a JAX plug-in, or no longer with one."""
+"""Devices for which no JAX plug-in exists, or no maintained one."""
 
 
 def datasheet_card(name: str) -> DatasheetCard | None:
@@ -72,7 +71,9 @@ def datasheet_card(name: str) -> DatasheetCard | None:
 
 
 def is_word(word: str, name: str) -> bool:
-    """Whether a name contains a word, with no letter or digit before nor digit after.
+    """Whether a name contains a word, separated from letters and digits.
+
+    A letter may follow the word.
 
     Args:
         word: Regular expression.
@@ -86,10 +87,10 @@ class AliasedDevice:
     """A device named in a table.
 
     Attributes:
-        entry: Entry of the catalogue, with the name's memory, power and link.
-        count: Number of devices, if the name has it.
+        entry: Entry of the catalogue, with memory, power and link of the name.
+        count: Number of devices in the name; None without one.
         notes: Notes on the mapping.
-        others: Whether the name has devices of other kinds, too.
+        others: Whether the name contains devices of other kinds too.
         knows_memory: Whether the catalogue or the name gives the memory.
     """
 
@@ -118,9 +119,7 @@ _FAMILIES = (
     ("v5p", ("v5p", "tpu v5")),
     ("v4", ("tpu v4", "v4")),
 )
-"""Families of the catalogue and words that identify them in names, longer
-ones first.
-"""
+"""Families of the catalogue and words that identify them in names, longest first."""
 
 _KINDS = (
     ("gb300-nvl36", ("gb300[ -]nvl36",)),
@@ -156,12 +155,12 @@ _KINDS = (
     ("mi355x", ("mi355x", "mi355")),
     ("w6800", ("w6800",)),
 )
-"""Other kinds of the catalogue and regular expressions that identify them, longer ones
+"""Other kinds of the catalogue and regular expressions that identify them, longest
 first. They are searched before the families."""
 
 
 _SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
-"""Words of a name that imply a size of memory: cloud machines with A100s."""
+"""Names of cloud machines with A100s, and the gigabytes of these."""
 
 UNKNOWN = "a100-80"
 """Kind that replaces a device about which nothing else is known."""
@@ -170,18 +169,18 @@ _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p10
 """Board power of the catalogue's form factor (SXM)."""
 
 _CARDS = {"a100": 300, "h100": 350, "v100": 250, "p100": 250}
-"""Board power of the same chips as PCIe cards, which no NVLink switch joins."""
+"""Board power of PCIe cards with the same chips, which have no NVLink switch."""
 
 _PCIE = {"h200": 63e9, "h100": 63e9, "a100": 31.5e9}
 _CARD_MEMORY = {"h100": 2039e9, "a100": 1935e9}
-"""Memory bandwidth of such cards in bytes per second, if it is slower."""
+"""Memory bandwidth of PCIe cards in bytes per second, where it is lower."""
 
 _SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
-"""Chips that are sold with half of the links: 400 GB/s in both directions."""
+"""Variants of chips with 400 GB/s of NVLink in both directions together."""
 
 
 def read_device(text: str, *, guess: bool = False) -> AliasedDevice:
-    """Returns the device that a table names; for a mix, the slowest part.
+    """Returns the device of a name; for several kinds, the slowest.
 
     Args:
         text: Name such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``, ``"TPU
@@ -267,7 +266,7 @@ def _by_datasheet(
 ) -> AliasedDevice:
     base = entries()[card.like]
     memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
-    # TensorFloat-32, if available, takes twice the time of 16 bits.
+    # TensorFloat-32, if available, has half the speed of 16 bits.
     peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
     peaks |= {"bf16": card.half, "f16": card.half}
     peaks |= {"f8": card.eight} if card.eight else {}
@@ -288,7 +287,7 @@ def _by_datasheet(
 
 
 def _means(word: str, name: str) -> bool:
-    """Whether a name has the word, unless a zero follows (ten times as large)."""
+    """Whether a name contains a word that no further zero follows."""
     return (
         re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
         is not None
@@ -296,15 +295,14 @@ def _means(word: str, name: str) -> bool:
 
 
 def _memory_of(name: str, *, bare: bool = True) -> int | None:
-    """Returns the gigabytes in a name, including cloud machines; None without any.
+    """Returns the gigabytes that a name contains or implies, or None.
 
-    A number without a unit counts only if ``bare``: after a TPU's name it is the number
-    of devices.
+    A number without a unit counts only if ``bare``; for a TPU it is a count.
     """
     for word, size in _SIZES:
         if word in name:
             return size
-    # The A10G is no A with 10 GB.
+    # The name A10G contains no gigabytes.
     match = re.search(r"(?<![\d.])(?<!\ba)(\d{2,3})\s*(?:gb(?!/s|ps|it)|gib|g\b)", name)
     if bare:
         match = match or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
@@ -315,13 +313,13 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
 def _with_memory(
     kinds: list[CatalogueEntry], largest: CatalogueEntry, memory: int, notes: list[str]
 ) -> CatalogueEntry:
-    """Returns the entry of that memory, or the family's with the memory of the name."""
+    """Returns the kind with this memory, or the largest one with changed memory."""
 
     def gap(one: CatalogueEntry) -> float:
         return abs(one.kind.memory_bytes / 2**30 - memory)
 
     nearest = min(kinds, key=gap)
-    # Datasheets count in powers of ten, drivers in powers of two.
+    # Datasheets count gigabytes in powers of ten, drivers in powers of two.
     if gap(nearest) <= 0.08 * memory:
         return nearest
     notes.append(f"{largest.kind.display_name()} with {memory} GB of memory")
@@ -332,9 +330,7 @@ def _with_memory(
 def _with_power(
     found: CatalogueEntry, family: str, name: str, notes: list[str]
 ) -> CatalogueEntry:
-    """Reduces the speed of cards with less power (see ``POWER``); PCIe cards link by
-    PCIe.
-    """
+    """Reduces the speed of cards with less power; PCIe cards get the link of PCIe."""
     card = "pcie" in name or "pci-e" in name
     stated = re.search(r"(\d{2,4})\s*w\b", name)
     usual = _WATTS.get(family)

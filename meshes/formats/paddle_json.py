@@ -1,4 +1,4 @@
-"""PaddlePaddle's cluster descriptions: machines, devices and links, in JSON.
+"""Reads PaddlePaddle's cluster descriptions: machines, devices and links, in JSON.
 
     {"machines": [{
       "hostname": "a", "addr": "10.0.0.1", "port": "6170",
@@ -7,12 +7,14 @@
       "links": [{"source_global_id": 0, "target_global_id": 1, "type": "NVL",
                  "bandwidth": 42}, ...]}]}
 
-Bandwidths are in GB/s, latencies in ms, memory in GiB; numbers may be text. GPUs and
-other accelerators compute, or CPUs if there are none. Their kind is the catalogue's,
-found by the model's name, since such a file has no memory bandwidth. Devices without a
-direct link use the path over CPUs and network cards whose narrowest link is widest;
-devices of a machine share its network cards. A link without a bandwidth has
-PaddlePaddle's default. ``topo`` is the other form: see ``paddle_topo``.
+Bandwidths are in GB/s, latencies in ms and memory in GiB; numbers may be text. The
+devices of the cluster are the accelerators, or the CPUs if there are none. Files have
+no memory bandwidth, so the kind is that of the catalogue for the model's name.
+
+Between devices without a direct link, the path over CPUs and network cards with the
+largest bottleneck bandwidth counts. The devices of a machine share its network cards. A
+link without a bandwidth has PaddlePaddle's default. For the form ``topo``, see
+``paddle_topo``.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from whalejax.meshes.read_file import (
 TYPES: Final = ("GPU", "CPU", "NIC", "SWITCH", "DCU", "XPU", "NPU")
 LINKS: Final = ("LOC", "SYS", "PHB", "PIX", "PIB", "NVL", "NVB", "NET", "NODE", "PXB")
 _MOST_GIGA: Final = 1e9
-"""Largest GB/s and GFLOP/s: orders of magnitude above any link or device."""
+"""Largest accepted GB/s and GFLOP/s, far above any link or device."""
 _MOST_MEMORY: Final = MOST_MEMORY_BYTES / 2**30
 _NUMBERS: Final = frozenset(
     ("global_id", "local_id", "sp_gflops", "dp_gflops", "hp_gflops", "memory", "width")
@@ -52,7 +54,7 @@ _NUMBERS: Final = frozenset(
 )
 _GIGA: Final = 1e9
 _MEMORY_SLACK: Final = 0.08
-"""Relative difference: datasheets count in powers of ten, drivers in powers of two."""
+"""Largest relative difference between powers of ten in datasheets and powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class _File:
         return machines
 
     def computing(self) -> list[_Device]:
-        """Returns the computing devices, machine by machine."""
+        """Returns the devices of the cluster, machine by machine."""
         devices = sorted(self.devices.values(), key=lambda d: (d.machine, d.number))
         gpus = [d for d in devices if d.type not in ("CPU", "NIC", "SWITCH")]
         return gpus or [d for d in devices if d.type == "CPU"]
@@ -90,7 +92,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
         path: Path of the file.
 
     Raises:
-        WhaleError: No such file, no JSON, or an invalid description; lists all
+        WhaleError: The file does not exist, is no JSON, or is invalid; lists all
             problems.
     """
     name = os.fspath(path)
@@ -172,7 +174,7 @@ def _read(data: Any, problems: Problems) -> _File:
 
 
 def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
-    """Reads a machine's devices; returns its links, which may name any device."""
+    """Reads the devices of a machine, and returns the tables of its links."""
     for key in ("hostname", "addr", "device_type", "device_type_full"):
         machine.text(key, "")
     for key in ("sp_gflops", "dp_gflops", "memory", "bandwidth", "latency"):
@@ -210,7 +212,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_alpha(table: FileTable) -> None:
-    """Checks ``alpha_latency``; the latencies used are the catalogue's."""
+    """Checks ``alpha_latency``, which is not used."""
     for key in ("inter", "intra", "base"):
         inner = table.table(key)
         # ``base`` may have a third, for latency between machines.
@@ -277,9 +279,7 @@ def _entry(
     memory: float | None,
     rates: Mapping[str, float | None],
 ) -> CatalogueEntry | None:
-    """Returns the catalogue's entry of a model, with the file's memory if it
-    differs.
-    """
+    """Returns the catalogue's entry of a model, with the memory of the file."""
     if kind == "CPU":
         given = {t: v * _GIGA for t, v in rates.items() if v}
         base = entry("cpu")
@@ -296,8 +296,8 @@ def _entry(
             base = read_device(model).entry
         except WhaleError as error:
             table.problems.add(
-                f"{table.at('model')}: {error}. Describe this cluster in a TOML file: "
-                "PaddlePaddle's has no bandwidth of memory to make a kind of"
+                f"{table.at('model')}: {error}. PaddlePaddle's files have no memory "
+                "bandwidth for other kinds; describe this cluster in a TOML file"
             )
             return None
     if memory is None or not memory > 0:
@@ -318,7 +318,7 @@ def _read_link(table: FileTable, found: _File) -> None:
     kind = table.text("type")
     bandwidth = table.number("bandwidth", NIC_BANDWIDTH)
     latency = table.number("latency", None)
-    # Number of switches on the way; latencies are given, or the catalogue's.
+    # The number of switches is checked and not used.
     hop = 0 if table.data.get("hop") is None else table.integer("hop", 0)
     table.asked.append("hop")
     table.report_unknown_keys()
@@ -338,7 +338,7 @@ def _read_link(table: FileTable, found: _File) -> None:
             table.problem("latency", latency, "ms, at least zero")
         found.latencies.append(latency * 1e-3)
     if ends in found.links:
-        where = f"a link that {ends[0]} → {ends[1]} has not got already"
+        where = f"at most one link {ends[0]} → {ends[1]}"
         table.problem("source_global_id", ends[0], where)
     found.links[ends] = bandwidth * _GIGA, kind
 
@@ -347,7 +347,7 @@ def _read_link(table: FileTable, found: _File) -> None:
 
 
 def _rates(found: _File, devices: Sequence[_Device]) -> list[list[float]]:
-    """Returns ``[from][to]`` in bytes per second; 0 if nothing joins two devices."""
+    """Returns bytes per second as ``[from][to]``; 0 without a path."""
     links = found.links
     direct = {
         (a.number, b.number): links.get((a.number, b.number))
@@ -374,13 +374,13 @@ def _rates(found: _File, devices: Sequence[_Device]) -> list[list[float]]:
 
 
 def _widest(found: _File, devices: Sequence[_Device]) -> dict[tuple[int, int], float]:
-    """Returns the narrowest link of the widest path between two devices."""
+    """Returns the largest bottleneck bandwidth of a path between each two devices."""
     numbers = list(found.devices)
     width = {}
     for (source, target), (rate, _) in found.links.items():
         width[source, target] = rate
         width.setdefault((target, source), rate)
-    # Only devices that do not compute forward data.
+    # CPUs and network cards forward data, other devices do not.
     inner = set(numbers) - {device.number for device in devices}
     for middle in sorted(inner):
         for a in numbers:
@@ -417,9 +417,9 @@ def _check_joined(
         apart = [number for number in apart if number != a.number]
         if apart:
             problems.add(
-                f"links: nothing joins device {a.number} and "
-                f"{', '.join(map(str, apart[:8]))}; expected a link between them, or a "
-                "path over CPUs and network cards (links of NIC to NIC join machines)"
+                f"links: no path joins device {a.number} and "
+                f"{', '.join(map(str, apart[:8]))}; expected a link, or a path over "
+                "CPUs and network cards (links from NIC to NIC join machines)"
             )
 
 
@@ -492,7 +492,7 @@ def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
 
 
 def _ring_rate(rates: Sequence[Sequence[float]]) -> float:
-    """Returns the rate of a ring over all members, each with two such links.
+    """Returns the bandwidth of a ring over all members, in which each uses two links.
 
     Rates are ``[from][to]`` with zeros on the diagonal.
 

@@ -1,13 +1,12 @@
-"""``topo``, the form in which PaddlePaddle's launcher itself describes a cluster.
+"""Reads ``topo``, the form in which PaddlePaddle's launcher describes a cluster.
 
     {"topo": {"GPU-Tesla V100-SXM2-32GB": [{
       "hostname": "a", "memory": 300, "bandwidth": 16, "latency": 0,
       "devices": [...], "links": [...]}, ...]}}
 
-Machines are listed by the kind of their devices, number their devices from zero, and
-have no network cards: PaddlePaddle assumes one rate between all of them. A single
-machine's description, without ``topo``, is also accepted. Everything else is as in
-``machines``, and read there.
+Machines are listed by kind of device, and each numbers its devices from zero. Between
+all machines, PaddlePaddle assumes the same bandwidth. The description of a single
+machine without ``topo`` is accepted too. For all else, see ``paddle_json``.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from whalejax.meshes.read_file import FileTable
 
 
 NIC_BANDWIDTH: Final = 24.0
-"""GB/s that PaddlePaddle assumes for an unknown link or bandwidth."""
+"""GB/s that PaddlePaddle assumes for an unknown type of link or bandwidth."""
 
 _BETWEEN_BYTES_PER_SECOND: Final = 12e9
-"""Rate that it assumes between machines of a ``topo``."""
+"""Bandwidth that PaddlePaddle assumes between machines of a ``topo``."""
 
 _WITHIN: Final = 1e18
-"""Rate from a device to its machine's card: the card is the bottleneck."""
+"""Bytes per second from a device to its network card, so large that the card limits."""
 
 
 def topo_machines(top: FileTable) -> list[FileTable] | None:
     """Returns the machines of a ``topo``, with globally unique device numbers.
 
     Args:
-        top: The full description.
+        top: Table of the complete description.
 
     Returns:
         Machines, or None if the description has another form.
@@ -58,7 +57,7 @@ def topo_machines(top: FileTable) -> list[FileTable] | None:
 
 
 def _several(meshes: FileTable, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:
-    """Yields machines of one kind, from a list of them or a table by number."""
+    """Yields the machines of one kind, from a list or from a table by number."""
     if isinstance(several, Mapping):
         yield from several.items()
     elif isinstance(several, list):
@@ -73,7 +72,7 @@ def _tables(machine: Any, key: str) -> list[Any]:
 
 
 def _numbered(machine: Any, first: int) -> Any:
-    """Returns the machine with its devices numbered from ``first``, also in links."""
+    """Returns a machine whose devices are numbered from ``first``."""
     if not isinstance(machine, Mapping):
         return machine
     devices, links = _tables(machine, "devices"), _tables(machine, "links")
@@ -106,14 +105,14 @@ def _renamed(table: Any, names: tuple[str, ...], numbers: Mapping[Any, int]) -> 
 def join_topo(
     machines: Mapping[int, list[int]], links: dict[tuple[int, int], tuple[float, str]]
 ) -> list[tuple[int, int]]:
-    """Gives every machine a network card, and joins the cards.
+    """Gives each machine a network card, and joins the cards.
 
     Args:
         machines: Numbers of the devices of each machine.
-        links: Links; those of the cards are added.
+        links: Links, to which those of the cards are added.
 
     Returns:
-        Number of each card, and its machine.
+        Pairs of a card's number and its machine.
     """
     free = max((n for devices in machines.values() for n in devices), default=0) + 1
     cards = {machine: free + place for place, machine in enumerate(machines)}

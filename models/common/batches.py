@@ -1,12 +1,12 @@
-"""Counter-based batches: any process can make any step's batch independently.
+"""Synthetic batches, which any process can make for any step.
 
-Philox is a counter-based generator: its state is (key, counter), so batch number one
-million costs as much as the first, and a restart replays nothing. The synthetic token
-sequences here follow a rule, so that a loss on them can fall.
+The random generator Philox has the state (key, counter), so the batch of a late step
+costs as much as the first. Token sequences follow a rule, so that training reduces the
+loss.
 
-Synthetic volumes are smooth random fields: white noise whose wave number k is scaled by
-k^(-index / 2), so that its power falls as k^-index. Large structures next to small ones
-make the label unpredictable from a small window.
+Volumes are smooth random fields: white noise whose wave number k is scaled by
+k^(-index / 2), so that its power falls as k^-index. A small window does not suffice to
+predict the label, because structures are of all sizes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def lengths(step: int, size: int, *, longest: int, seed: int) -> npt.NDArray[np.
     >>> lengths(0, 3, longest=8, seed=0).shape
     (3,)
     """
-    # A separate key: lengths must not depend on the tokens of the same step.
+    # With a separate key, lengths do not depend on the tokens of the step.
     draws = generator(seed + (1 << 32), step).integers(1, longest + 1, size=size)
     return np.asarray(draws, np.int64)
 
@@ -140,11 +140,11 @@ def denoising_batch(
 ) -> Batch:
     """Returns padded sequences with hidden spans, and these spans as targets.
 
-    A text consists of segments of twenty tokens. In each, a span of three is hidden. A
-    sentinel replaces it in the inputs; in the targets the span follows the sentinel, as
-    in Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
-    Text-to-Text Transformer" (2020), section 3.3.4. The number of real segments differs
-    between texts; the targets end with an end token.
+    A text consists of segments of twenty tokens. In each segment, a span of three
+    tokens is hidden. In the inputs a sentinel replaces the span; in the targets the
+    span follows the sentinel, and an end token comes last, as in Raffel et al.,
+    "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer"
+    (2020), section 3.3.4. The number of segments differs between texts.
 
     Args:
         step: Number of the batch.
@@ -244,8 +244,7 @@ def smooth_fields(
 
 
 def wave_numbers(extent: int) -> npt.NDArray[np.float32]:
-    """Returns the wave number of each coefficient of a real transform; 1 for the
-    mean's.
+    """Returns the wave number of each coefficient of a real transform, 1 for the mean.
 
     >>> wave_numbers(4)[0, 0].tolist()
     [1.0, 1.0, 2.0]
@@ -264,8 +263,8 @@ def shaped(
 
     Args:
         noise: Cube of white noise.
-        wave: From ``wave_numbers``.
-        index: Exponent of the wave number in the spectrum's power.
+        wave: Result of ``wave_numbers``.
+        index: Exponent with which the power falls with the wave number.
     """
     spectrum = np.fft.rfftn(noise) * wave ** np.float32(-index / 2)
     spectrum[0, 0, 0] = 0.0

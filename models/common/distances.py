@@ -1,8 +1,6 @@
 """Distances between two positions of a sequence, in buckets.
 
-Each short distance has its own bucket; long distances share buckets. The module is
-separate from the layers that use it because it computes only with integers and can be
-tested alone.
+Each short distance has its own bucket, and long distances share buckets.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
 
     Args:
         buckets: Number of buckets for one direction.
-        longest_distance: Distance up to which buckets grow; the last bucket has all
-            larger ones too. It must exceed half the number of buckets.
+        longest_distance: Distance up to which buckets grow. The last bucket also has
+            all larger distances. It must exceed half the number of buckets.
 
     Raises:
         WhaleError: The longest distance is too short for the number of buckets.
@@ -65,8 +63,8 @@ def relative_buckets(
         keys: Number of key positions.
         buckets: Number of buckets.
         longest_distance: See ``bucket_starts``.
-        bidirectional: Whether later keys have the upper half of the buckets; otherwise
-            they are in the bucket of distance 0.
+        bidirectional: Whether keys after the query have the upper half of the buckets.
+            Otherwise they have the bucket of distance 0.
 
     Returns:
         ``int32[queries, keys]``, from 0 to ``buckets - 1``.

@@ -1,11 +1,9 @@
-"""Gating: assigns tokens to experts, with a limit on tokens per expert.
-
-It has no parameters, only scores, so a test can check it against a loop.
+"""Gating: assigns tokens to experts by scores, with a limit on tokens per expert.
 
 After Lepikhin et al., "GShard" (2020), algorithm 1 without its random second expert,
 and Fedus et al., "Switch Transformers" (2021), equations 1 to 6. GShard drops tokens
 without a place. Here a token keeps its position in the queue of its expert, so that a
-later pass can also serve it.
+later pass can serve it.
 """
 
 from __future__ import annotations
@@ -26,16 +24,18 @@ Array: TypeAlias = jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """Queues of tokens for experts: order, and use of the experts.
+    """Queues of tokens for experts, and load of the experts.
+
+    The first three attributes have an array for each choice of a token.
 
     Attributes:
-        picks: For each choice ``[groups, tokens, experts]``, one for the chosen expert.
-        places: For each choice ``int32[groups, tokens]``, number of earlier tokens of
-            its group with the same expert.
-        weights: For each choice ``[groups, tokens]``, weight of the expert's answer.
-        lengths: Tokens in each queue, ``[groups, 1, experts]``.
+        picks: ``[groups, tokens, experts]``, 1 for the chosen expert, else 0.
+        places: ``int32[groups, tokens]``, position of the token in the queue of its
+            group for the chosen expert.
+        weights: ``[groups, tokens]``, weight of the expert's result.
+        lengths: Number of tokens in each queue, ``[groups, 1, experts]``.
         balance: Scalar, 1 if all experts are used equally, else more.
-        max_load: Scalar, choices of the busiest expert over those of the mean one.
+        max_load: Scalar, number of tokens of the busiest expert relative to the mean.
     """
 
     picks: tuple[Array, ...]
@@ -52,9 +52,10 @@ class Routing:
     """Places of the tokens in one pass.
 
     Attributes:
-        dispatch: ``[groups, tokens, experts, capacity]``, one for a token's place at an
-            expert, else zero.
-        combine: Weight of that expert's answer, in the same shape.
+        dispatch: ``[groups, tokens, experts, capacity]``, 1 for a token's place at an
+            expert, else 0.
+        combine: Array of the same shape, with the weight of the expert's result
+            instead of 1.
     """
 
     dispatch: Array
@@ -77,19 +78,18 @@ def capacity(tokens: int, experts: int, choices: int, factor: float) -> int:
 
 
 def queue(scores: Array, *, choices: int) -> Queues:
-    """Queues every token for its best experts, within its group.
+    """Queues every token of a group for its best experts.
 
-    All first choices of a group precede its second ones. With several choices the
-    weights of a token sum to 1; with one choice the weight is the expert's probability,
-    so that the router gets a gradient.
+    In a queue, first choices precede second choices. With several choices, the weights
+    of a token sum to 1. With one choice, the weight is the expert's probability, so
+    that the router gets a gradient.
 
     Args:
         scores: ``[groups, tokens, experts]``, before the softmax.
         choices: Experts per token: 1 is "switch", 2 is "top-2".
 
     Returns:
-        Queues, in float32 or wider. Their load numbers are over all groups, not means
-        over groups.
+        Queues, in float32 or wider. The load numbers are over all groups together.
 
     >>> queues = queue(jnp.zeros((1, 4, 2)), choices=1)
     >>> int(longest(queues)), float(queues.max_load)
@@ -101,12 +101,12 @@ def queue(scores: Array, *, choices: int) -> Queues:
     places: list[Array] = []
     taken = jnp.zeros((groups, 1, experts), probabilities.dtype)
     remaining = probabilities
-    # A product, since a running sum would need the unsharded sequence.
+    # A running sum would gather the sequence; a product does not.
     earlier = jnp.tril(jnp.ones((tokens, tokens), probabilities.dtype), -1)
     for _ in range(choices):
         best = jnp.argmax(remaining, axis=-1)
         pick = jax.nn.one_hot(best, experts, dtype=probabilities.dtype)
-        # Rejected tokens count too: no place becomes free.
+        # Tokens without a place count too.
         before = jnp.einsum("st,gte->gse", earlier, pick) + taken
         picks.append(pick)
         places.append(jnp.sum(before * pick, axis=-1).astype(jnp.int32))
@@ -136,10 +136,10 @@ def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
 
 
 def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
-    """Assigns the places of one pass to the tokens that it serves.
+    """Assigns the places of one pass to tokens.
 
     Args:
-        queues: From ``queue``.
+        queues: Result of ``queue``.
         places: Tokens that an expert takes from one group in a pass.
         first: Number of tokens of each queue that earlier passes served.
 
@@ -152,7 +152,7 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
     """
     taken = []
     for pick, place in zip(queues.picks, queues.places, strict=True):
-        # Places outside the pass give a row of zeros.
+        # Tokens of other passes get a row of zeros.
         one_hot = jax.nn.one_hot(place - first, places, dtype=pick.dtype)
         taken.append(pick[..., None] * one_hot[:, :, None, :])
     weighted = [
@@ -168,7 +168,7 @@ def longest(queues: Queues) -> Array:
     """Returns the length of the longest queue of any group, as an ``int32`` scalar.
 
     Args:
-        queues: From ``queue``.
+        queues: Result of ``queue``.
     """
     return jnp.max(queues.lengths).astype(jnp.int32)
 
@@ -177,7 +177,7 @@ def dropped(queues: Queues, *, places: int) -> Array:
     """Returns the fraction of choices without a place in one pass, over all groups.
 
     Args:
-        queues: From ``queue``.
+        queues: Result of ``queue``.
         places: Tokens that an expert takes from one group.
 
     >>> float(dropped(queue(jnp.zeros((1, 4, 2)), choices=1), places=3))

@@ -1,8 +1,4 @@
-"""Layers of several NNX models: embeddings, attention, cross-entropy.
-
-They are separate from the models so that ``gpt`` and ``moe`` share the same attention,
-and a test of one covers the other.
-"""
+"""Layers that several NNX models share: embeddings, attention, cross-entropy."""
 
 from __future__ import annotations
 
@@ -66,8 +62,8 @@ def embedding(
 ) -> nnx.Embed:
     """Returns an embedding table; without ``dtype`` it computes in that of its weights.
 
-    ``nnx.Embed`` fixes the compute dtype when it is built; parameters that are cast to
-    bfloat16 later would give float32 results and widen all that follows.
+    ``nnx.Embed`` would fix the initial dtype of its weights, so results would stay
+    float32 after the weights are cast to bfloat16.
     """
     table = nnx.Embed(
         count,
@@ -95,7 +91,7 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
     scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
     scores = widened(scores)
     seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    # Every position sees itself, so no row is entirely -inf.
+    # Each position attends to itself, so no row is entirely -inf.
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
@@ -164,7 +160,7 @@ def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
             ``"full"`` saves only the block's input. True and False mean full and none.
 
     Raises:
-        WhaleError: The text is another one.
+        WhaleError: ``remat`` is another text.
     """
     policy = ("none", "full")[remat] if isinstance(remat, bool) else remat
     if policy not in REMATS:
@@ -180,7 +176,7 @@ def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
 def stacked_blocks(
     layers: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
 ) -> Any:
-    """Returns equal blocks as one, whose parameters have a leading dimension of layers.
+    """Returns one block for all layers, with stacked parameters ``[layers, ...]``.
 
     Args:
         layers: Number of layers.

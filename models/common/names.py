@@ -1,8 +1,4 @@
-"""Choosing by name, and configurations with a few changed fields.
-
-Every model offers sizes by name and accepts changes by keyword; the errors for both are
-written once, here. Nothing in this module imports JAX.
-"""
+"""Chooses sizes by name and changes fields of configurations, without JAX."""
 
 from __future__ import annotations
 
@@ -69,11 +65,11 @@ def change(
     Args:
         config: An instance of a frozen dataclass.
         changes: New values by field name.
-        options: More keywords of the caller, for the error.
+        options: Other keywords that the caller accepts, for the error.
 
     Raises:
-        WhaleError: A field is unknown, or a value is invalid for it; lists all such
-            fields, with the nearest names.
+        WhaleError: Fields are unknown or values invalid; lists all of them, with the
+            nearest names.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shape:
@@ -108,10 +104,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Checks options of jobs that are no fields of a configuration.
 
     Args:
-        options: Options by name; unknown ones are left to the callers.
+        options: Options by name. Unknown options are not checked.
 
     Raises:
-        WhaleError: Values are invalid for their options; lists all such.
+        WhaleError: Values are invalid; lists all of them.
     """
     problems = Problems()
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Optimizers that several models share, so that jobs differ only in sizes."""
+"""Optimizers that several models share."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def warmed_adamw(
 
 
 def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
-    """Returns Adafactor with a constant rate, then one that falls with the step's root.
+    """Returns Adafactor with a constant rate that decays after a number of steps.
 
     After Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
     Cost" (2018), without momentum. For a matrix it stores the means of the squares over
-    rows and over columns, not the squares.
+    rows and over columns. The rate decays with the inverse square root of the step.
 
     Args:
         learning_rate: Learning rate relative to the size of the updated parameter.
-        constant_steps: Steps before the rate falls, at least 1.
+        constant_steps: Number of steps with a constant rate, at least 1.
 
     Returns:
         Optax gradient transformation.
@@ -63,6 +63,6 @@ def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
         passed = jnp.maximum(jnp.asarray(step, jnp.float32) / constant_steps, 1.0)
         return learning_rate / jnp.sqrt(passed)
 
-    # Heads are a separate dimension, usually of 64: with optax's limit of 128, the
-    # squares of attention's kernels would be stored in full.
+    # Heads have usually 64 dimensions. With optax's limit of 128, the squares of their
+    # kernels would be stored in full.
     return optax.adafactor(rate, min_dim_size_to_factor=_SMALLEST_FACTORED)

@@ -1,8 +1,4 @@
-"""Layers of recurrent translation: LSTMs over time, and additive attention.
-
-They are separate from ``gnmt`` so that the loops over time, and the computation outside
-them, can be read alone.
-"""
+"""Layers of recurrent translation: LSTMs over time, and additive attention."""
 
 from __future__ import annotations
 
@@ -17,7 +13,8 @@ from whalejax.models.common.layers import Array, widened
 
 
 _GATES: Final = 4
-# Uniform within 0.1 at width 1024, as MLPerf's; outputs vary as much at other widths.
+# Uniform within 0.1 at width 1024, as in MLPerf, with the same variance of outputs at
+# other widths.
 _INIT_VARIANCE: Final = 1024 * 0.1**2 / 3
 
 
@@ -44,9 +41,9 @@ def linear_kinds(
 class LSTM(nnx.Module):
     """A layer of LSTM cells over time.
 
-    Kernels have the shape ``[inputs, 4, hidden]``, so that the width is a separate
-    dimension, the same in all four gates. All computation that does not depend on the
-    previous token runs for all tokens at once, before the loop.
+    Kernels have the shape ``[inputs, 4, hidden]`` for four gates, so that width is a
+    separate dimension. Computation that does not depend on the previous token runs for
+    all tokens at once, before the loop.
 
     >>> kinds = {"dtype": None, "param_dtype": "float32", "rngs": nnx.Rngs(0)}
     >>> LSTM((3, 5), 8, **kinds)(jnp.ones((2, 6, 3)), jnp.ones((2, 6, 5))).shape
@@ -74,9 +71,9 @@ class LSTM(nnx.Module):
         """Runs the layer over time.
 
         Args:
-            inputs: ``[batch, time, width]`` each, of the constructor's widths.
-            backward_over: ``bool[batch, time]``, true for real tokens; time then runs
-                backward from the last real token. Forward if None.
+            inputs: Arrays ``[batch, time, width]`` with the widths of the constructor.
+            backward_over: ``bool[batch, time]``, true for real tokens, to run backward
+                from the last real token; None to run forward.
 
         Returns:
             ``[batch, time, hidden]``.
@@ -106,11 +103,11 @@ class LSTM(nnx.Module):
 
 
 class AdditiveAttention(nnx.Module):
-    """Attention whose scores are sums over tanh of query plus key.
+    """Attention with the scores ``v · tanh(query + key)``.
 
     Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
-    Translate" (2014), with the scorer ``v`` normalised to a learned length as in
-    Salimans and Kingma, "Weight Normalization" (2016).
+    Translate" (2014), with a normalised ``v`` of learned length as in Salimans and
+    Kingma, "Weight Normalization" (2016).
     """
 
     def __init__(
@@ -130,7 +127,7 @@ class AdditiveAttention(nnx.Module):
         Args:
             asking: ``[batch, target, hidden]``.
             encoded: ``[batch, source, hidden]``.
-            real: ``bool[batch, source]``, true for readable tokens; at least one per
+            real: ``bool[batch, source]``, true for real tokens, at least one per
                 sequence.
 
         Returns:

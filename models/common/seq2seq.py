@@ -1,8 +1,4 @@
-"""Encoder, decoder, head and loss that ``t5`` and ``m6`` share.
-
-They are separate from the models so that the two models differ only in the encoder's
-input.
-"""
+"""Encoder, decoder, head and loss that ``t5`` and ``m6`` share."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from whalejax.models.common.seq2seq_layers import (
 
 
 class Encoder(nn.Module):
-    """Layers over the input, and a last norm."""
+    """Layers of the encoder, and a final norm."""
 
     config: Seq2SeqConfig
 
@@ -56,7 +52,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers over the output, and a last norm."""
+    """Layers of the decoder, and a final norm."""
 
     config: Seq2SeqConfig
 
@@ -104,7 +100,7 @@ def through_layers(
         layer: Class of the layers.
         config: Configuration of the model.
         x: The residual stream, ``[batch, sequence, embed]``.
-        context: More arguments of every layer.
+        context: Other arguments of each layer.
         deterministic: Whether to omit dropout.
     """
     if not config.scan_layers:
@@ -142,7 +138,7 @@ def word_table(config: Seq2SeqConfig) -> nn.Embed:
 def logits_of(config: Seq2SeqConfig, words: nn.Embed, x: Array) -> Array:
     """Computes logits ``[batch, targets, vocab]`` with the word embeddings.
 
-    The embeddings have variance 1, as tokens need; the stream is scaled down instead.
+    The embeddings have variance 1, so the residual stream is scaled down.
     """
     with when(config.annotated, wh.split()):
         logits: Array = words.attend(x * config.embed**-0.5)

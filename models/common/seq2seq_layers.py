@@ -1,8 +1,7 @@
 """The layers of an encoder and a decoder, and their configuration, in Flax Linen.
 
-They are T5's: RMS norms before each layer, no biases, and relative positions as a bias
-of the attention scores, which all layers of a stack share. They are separate from the
-code that combines them (``seq2seq``), on which no layer depends.
+As in T5, an RMS norm precedes each layer, and layers have no biases. Relative positions
+are a bias of the attention scores, which all layers of a stack share.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Seq2SeqConfig:
             half for each direction.
         longest_distance: Distance up to which buckets grow; the last bucket of a
             direction also has all larger distances.
-        dropout_rate: Rate after embeddings and last norms, on attention weights, inside
-            the feed-forward layers and before each addition.
+        dropout_rate: Dropout rate after embeddings and final norms, of attention
+            weights, inside feed-forward layers, and before each residual addition.
         scan_layers: Whether to stack the layers' parameters and scan over them.
         annotated: Whether to add the marks.
         dtype: Compute dtype; None follows parameters and inputs.

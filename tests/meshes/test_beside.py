@@ -57,7 +57,7 @@ def test_a_name_says_nothing_of_the_network() -> None:
 
 
 def test_what_no_network_joins_is_refused() -> None:
-    with pytest.raises(WhaleError, match="torus 4×4.*Describe all of it in one file"):
+    with pytest.raises(WhaleError, match="torus 4×4.*Describe the whole cluster"):
         merge_clusters(cluster("v5e:4x4"), renamed(cluster("v5e:4x4"), "b"))
     with pytest.raises(WhaleError, match="expected one platform"):
         merge_clusters(cluster("cpu:2"), cluster("h100:2"))

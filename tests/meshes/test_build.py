@@ -41,8 +41,8 @@ def test_an_order_has_a_device_for_each_position() -> None:
     mesh = build_mesh((("data", 2),), devices, order=(3, 1, 0), allow_idle=True)
     assert mesh.devices.tolist() == [devices[3], devices[1]]
     assert _error((("data", 4),), 4, (1, 0)) == (
-        "mesh: 1 problem\n  1. order has 2 numbers of devices, and the mesh 4 "
-        "positions; give a number for each"
+        "mesh: 1 problem\n  1. order has 2 numbers of devices, but the mesh has "
+        "4 positions; give a number for each"
     )
 
 

@@ -97,6 +97,6 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("WHALEJAX_CACHE", str(blocked / "cache"))
-    with pytest.warns(UserWarning, match="could not be kept in .* Set WHALEJAX_CACHE"):
+    with pytest.warns(UserWarning, match="not be stored in .* Set WHALEJAX_CACHE"):
         cache.store(KEY, 10, cluster("h100:8"))
     assert cache.load(KEY, 10) is None

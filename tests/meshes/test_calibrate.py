@@ -265,7 +265,7 @@ class _Silent:
 
 def test_memory_of_a_device_that_does_not_tell() -> None:
     assert calibrate.device_memory_bytes([_Silent()]) == 80 * 2**30
-    with pytest.raises(WhaleError, match="Abacus does not say how much memory it has"):
+    with pytest.raises(WhaleError, match="JAX does not tell the memory of Abacus"):
         calibrate.device_memory_bytes([_Silent("Abacus")])
 
 
@@ -342,7 +342,7 @@ def test_a_known_accelerator_keeps_its_datasheet() -> None:
 
 def test_one_device_alone_has_a_level_without_latency() -> None:
     devices = [_Silent("Abacus v2")]
-    with pytest.raises(WhaleError, match="does not say how much memory"):
+    with pytest.raises(WhaleError, match="JAX does not tell the memory"):
         calibrate._cluster(devices, _found(), {}, "2026-11-20")
     devices = [_Silent()]
     machine = calibrate._machine(devices)

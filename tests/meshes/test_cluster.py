@@ -169,7 +169,7 @@ def test_fewer_links_than_members_are_refused(peers: int) -> None:
             levels=(_level(4, peers=peers),),
             compiler=PROFILE,
         )
-    assert "leave it out where a switch joins them" in str(e.value)
+    assert "leave peers out if a switch joins the members" in str(e.value)
 
 
 def test_refuses_to_be_empty() -> None:

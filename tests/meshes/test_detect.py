@@ -145,8 +145,8 @@ def test_several_cpu_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WhaleError) as error:
         detect()
     assert str(error.value) == (
-        "2 CPU processes with 8 devices: only the devices of one process can be "
-        'measured. On one machine say cluster="cpu:8" (the catalogue\'s CPU, so that '
-        "times are rough); or describe the cluster in a TOML file: whalejax calibrate "
-        "-o cluster.toml writes one to start from"
+        "2 CPU processes with 8 devices; only the devices of one process can be "
+        'measured. On one machine, give cluster="cpu:8", with rough times from the '
+        "catalogue. Or describe the cluster in a TOML file, such as whalejax calibrate "
+        "-o cluster.toml writes"
     )

@@ -118,8 +118,8 @@ def test_a_bandwidth_that_time_does_not_show_is_a_lower_bound() -> None:
     fit = fit_link(times)
     assert fit.bandwidth_bytes_per_second == pytest.approx(2**19 / 1e-3)
     assert fit.notes == (
-        "bandwidth is a lower bound, from the largest payload: time did not grow with "
-        "size",
+        "bandwidth is a lower bound from the largest payload, because times did not "
+        "grow with size",
     )
 
 

@@ -151,7 +151,7 @@ def test_slices_that_nobody_offers(text: str) -> None:
 
 
 def test_kinds_with_the_torus_of_another_have_their_own_slices() -> None:
-    with pytest.warns(UserWarning, match="joined as that is"):
+    with pytest.warns(UserWarning, match="and with its links"):
         assert cluster("v3:4x8").num_devices == 32
 
 
@@ -173,15 +173,15 @@ def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
     [
         (
             "v5p:3x5x7",
-            "'v5p:3x5x7' has slices of 3×5×7 chips, and lengths of a slice of v5p are "
-            "each 1, 2 or 4, or all multiples of 4. Nearest: v5p:4x4x4 or v5p:4x4x8. A "
-            "torus of your own can be described in a TOML file",
+            "'v5p:3x5x7' has slices of 3×5×7 chips, but the lengths of a slice of v5p "
+            "are 1, 2 or 4 each, or all multiples of 4. Nearest: v5p:4x4x4 or "
+            "v5p:4x4x8. Describe another torus in a TOML file",
         ),
         (
             "v5e:2x3x5",
-            "'v5e:2x3x5' has slices of 3×5 chips, and slices of v5e are 1×1, 2×2, 2×4, "
-            "4×4, 4×8, 8×8, 8×16 or 16×16. Nearest: v5e:2x2x4 or v5e:2x4x4. A torus of "
-            "your own can be described in a TOML file",
+            "'v5e:2x3x5' has slices of 3×5 chips, but slices of v5e are 1×1, 2×2, 2×4, "
+            "4×4, 4×8, 8×8, 8×16 or 16×16. Nearest: v5e:2x2x4 or v5e:2x4x4. Describe "
+            "another torus in a TOML file",
         ),
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
         ("h100 8", "'h100 8' has no colon. Write h100:8"),
@@ -192,7 +192,8 @@ def test_the_slices_next_to_any_lengths_are_offered(name: str) -> None:
         ),
         (
             "local:8",
-            "'local:8': local stands for all devices of this machine, without a number",
+            "'local:8': local means all devices of this machine; write it without a "
+            "number",
         ),
         (
             "h100:8,a100:8",

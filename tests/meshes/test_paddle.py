@@ -244,12 +244,12 @@ def broken(path: str, value: Any) -> dict[str, Any]:
             77,
             "links.0.target_global_id: got 77, expected a device's global_id: 0, 1, 2",
         ),
-        ("machines.0.links.1", link(0, 1, "NVL", 5), "0 → 1 has not got already"),
+        ("machines.0.links.1", link(0, 1, "NVL", 5), "expected at most one link 0 → 1"),
         ("machines.0.links.0.hop", -1, "hop: got -1, expected a whole number of at"),
         ("machines.0.devices.0.local_id", "NIC", 'local_id: got "NIC", expected a wh'),
         ("alpha_latency.base.inter", [], "base.inter: got [], expected µs, or one"),
         ("alpha_latency.base.ring", "FAST", 'got "FAST", expected µs, or one of LOC'),
-        ("machines.0.links", [], "nothing joins device 0 and 1, 2, 3, 10, 11, 12, 13"),
+        ("machines.0.links", [], "no path joins device 0 and 1, 2, 3, 10, 11, 12, 13"),
     ],
 )
 def test_mistakes_are_said_with_their_place(path: str, value: Any, text: str) -> None:

@@ -257,6 +257,6 @@ def test_one_layer_is_refused() -> None:
     with pytest.raises(wh.WhaleError) as caught:
         gnmt.job("test", layers=1)
     assert str(caught.value) == (
-        "layers is 1; expected at least 2: the second layer joins the two directions "
-        "of the encoder, and reads the decoder's attention"
+        "layers is 1; expected at least 2, since second layers join the directions of "
+        "the encoder and read the decoder's attention"
     )

@@ -282,7 +282,7 @@ def test_text_that_cannot_be_shown(
 ) -> None:
     value = [hidden] if path in ("notes", "source") else hidden
     text = refused(changed(document, path, value))
-    assert "expected text without control characters and marks of direction" in text
+    assert "expected text without control and bidirectional characters" in text
     assert ascii(hidden)[2:-1] in text and hidden not in text
 
 

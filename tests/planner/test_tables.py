@@ -160,8 +160,8 @@ def test_rows_that_cannot_be_read_say_why_and_count(
     assert main(["estimate", str(source), "-o", str(target)]) == 2
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("3 of 6 runs predicted")
-    assert out[1] == "2 rows could not be read; the column note says why"
-    assert out[2] == "1 row could not be predicted; the column note says why"
+    assert out[1] == "2 rows could not be read; the column note has the reason"
+    assert out[2] == "1 row could not be predicted; the column note has the reason"
     with target.open() as file:
         rows = list(csv.DictReader(file))
     assert rows[4]["hidden"] == "wide"

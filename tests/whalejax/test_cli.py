@@ -257,7 +257,7 @@ def test_a_run_resumes_where_it_ended(here: Path, capsys: Captured) -> None:
     # There is nothing left to do now, and saying so is no error.
     assert main.main([*resumed, "--steps", "6"]) == 0
     done = capsys.readouterr().out
-    assert "nothing to do: all steps were done before" in done
+    assert "nothing to do: all steps were already done" in done
     assert json.loads(done.splitlines()[-1])["loss_first"] is None
 
 
@@ -310,14 +310,14 @@ def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> N
         "  3. --save-every is 0; expected 1 or more",
         "  4. --micro-batches is 0; expected 1 or more",
         "  5. --replay is -2; expected 0 or more",
-        "  6. --cluster eight.toml was given with --plan p.json, which decides it. "
-        "Leave it out, or make another plan with whalejax plan",
-        "  7. --batch -1 was given with --plan p.json, which decides it. "
-        "Leave it out, or make another plan with whalejax plan",
-        "  8. --micro-batches 0 was given with --plan p.json, which decides it. "
-        "Leave it out, or make another plan with whalejax plan",
-        "  9. --save run holds checkpoints already, the latest step_000007. Go on from "
-        "it with --resume, or give another directory",
+        "  6. --cluster eight.toml was given with --plan p.json, which fixes it. "
+        "Leave out --cluster, or make another plan with whalejax plan",
+        "  7. --batch -1 was given with --plan p.json, which fixes it. "
+        "Leave out --batch, or make another plan with whalejax plan",
+        "  8. --micro-batches 0 was given with --plan p.json, which fixes it. "
+        "Leave out --micro-batches, or make another plan with whalejax plan",
+        "  9. --save run holds checkpoints already, the latest step_000007. Continue "
+        "from it with --resume, or give another directory",
     ]
 
 
@@ -471,8 +471,8 @@ def test_a_plan_for_other_devices_is_refused(here: Path, capsys: Captured) -> No
         (["show", "none.json"], "there is no such plan file"),
         (["show", "jobs.py"], "is not a plan: it is not JSON"),
         (["plan", "mlp", "--cluster", "h101:8"], "h100"),
-        (["plan", "mlp", "-o", "none/plan.json"], "Make it first"),
-        (["calibrate", "-o", "none/c.toml"], "Make it first"),
+        (["plan", "mlp", "-o", "none/plan.json"], "Create it first"),
+        (["calibrate", "-o", "none/c.toml"], "Create it first"),
     ],
 )
 def test_files_that_cannot_be_used(
@@ -616,7 +616,7 @@ def test_precision_is_a_word_or_one_for_each_task_graph(
 def test_the_help_of_train_names_what_a_plan_replaces() -> None:
     assert TrainCommand.__doc__ is not None
     text = " ".join(TrainCommand.__doc__.split())
-    replaced = re.findall(r"--[a-z-]+", text.partition("--plan takes the place of")[2])
+    replaced = re.findall(r"--[a-z-]+", text.partition("--plan excludes")[2])
     names = {field.name for field in dataclasses.fields(TrainCommand)}
     names &= {"cluster", "batch", *_PLAN_OPTIONS}
     assert {*replaced} == {f"--{name.replace('_', '-')}" for name in names}
@@ -639,7 +639,10 @@ def test_plans_take_options_by_task_graph(here: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bf16", "f32"], "'bf16' names no TaskGraph; expected one word for the whole"),
+        (
+            ["bf16", "f32"],
+            "'bf16' names no TaskGraph; expected one value for the",
+        ),
         (["*=bf16", "f32"], "'f32' names no TaskGraph"),
         (["=bf16"], "'=bf16' names no TaskGraph"),
         (["*=bf16", "*=f32"], "* is given twice"),

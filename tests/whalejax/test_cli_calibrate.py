@@ -67,7 +67,9 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert main.main([*words, "--kind", "fast"]) == 0
     assert "8×fast (1 node of 8, host), measured" in capsys.readouterr().out
     again = [*words, "--append", "--kind"]
-    assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
+    assert "already has a kind 'fast' (its kinds: fast)" in refused(
+        [*again, "fast"], capsys
+    )
     assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
     assert len(measured) == 1  # Nothing is measured that could not be written.
     assert "--kind is ''; expected a word" in refused([*again, ""], capsys)
@@ -86,12 +88,12 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "8×fast + 8×slow" in capsys.readouterr().out
     assert main.main([*words, "--append"]) == 0  # As JAX calls it.
     assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
-    assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
-    assert "and fast alone would be" in refused([*words, "--kind", "fast"], capsys)
+    assert "already has a kind 'cpu'" in refused([*words, "--append"], capsys)
+    assert "would be replaced by fast" in refused([*words, "--kind", "fast"], capsys)
     assert len(measured) == 4 and len(wh.cluster("both.toml").kinds) == 3
     (here / "other.toml").write_text("a = [")
     words[-1] = "other.toml"
-    assert "is no description of a cluster" in refused(words, capsys)
+    assert "does not describe a cluster" in refused(words, capsys)
     (here / "other.toml").write_text("")
     assert main.main(words) == 0 == main.main(words)  # Of one kind, anew.
 
@@ -100,7 +102,7 @@ def test_files_that_cannot_be_read_again_are_not_written(
     here: Path, capsys: Captured
 ) -> None:
     said = refused(["calibrate", "-o", "mine.json"], capsys)
-    assert "--output mine.json: clusters are described in TOML" in said
+    assert "--output mine.json: the description is a TOML file" in said
     assert "Name it mine.toml" in said
     said = refused(["calibrate", "-o", "mine.toml", "--seconds", "-3"], capsys)
     assert "--seconds is -3; expected more than 0" in said

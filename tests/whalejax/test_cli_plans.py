@@ -346,8 +346,8 @@ def test_code_that_a_plan_names_is_not_run(
     path, written = hostile
     text = refused(["verify", str(path)], capsys)
     code = path.parent / "it is; evil.py"
-    assert f"says that its model is made by '{code}:make'. A plan file does not" in text
-    assert f"name it, with --model '{code}:make' --set layers=2" in text
+    assert f"is in '{code}:make', which does not run only because" in text
+    assert f"give --model '{code}:make' --set layers=2" in text
     for words in (["show"], ["why"], ["diff"]):
         more = {"why": ["head.kernel"], "diff": [str(path)]}.get(words[0], [])
         assert main.main([*words, str(path), *more]) == 0

@@ -162,7 +162,7 @@ def test_one_device_crosses_nothing() -> None:
         checked(html)
     assert "one device, nothing to cross" in html_of(plan)
     path = plan.leaves[0].path
-    assert "whole on the one device" in str(plan.device_map(path))
+    assert "whole on the only device" in str(plan.device_map(path))
 
 
 def test_many_layers_fold_and_many_names_end_in_a_count() -> None:
@@ -237,7 +237,9 @@ def test_a_timeline_is_the_schedules_rows(kind: str) -> None:
     seen = [(s.lane, s.kind, s.micro_batch, s.chunk) for s in line.slices]
     rows = [(r.stage, r.action, r.micro_batch, r.chunk) for r in table.rows]
     assert sorted(seen, key=repr) == sorted(rows, key=repr)
-    assert ("computes forward again" in str(line)) == (stages.stash == "inputs")
+    assert ("computes the forward pass again" in str(line)) == (
+        stages.stash == "inputs"
+    )
 
 
 @pytest.mark.parametrize("kind", STAGED)
@@ -280,7 +282,7 @@ def test_a_plan_without_stages_has_a_lane_of_its_terms() -> None:
     assert line.lanes == ("a device",)
     assert [s.kind for s in line.slices] == [n for n, _ in plan.time.by_size()]
     assert line.end_seconds == pytest.approx(plan.time.step_seconds)
-    assert "No stages, so no schedule" in str(line)
+    assert "The plan has no stages." in str(line)
     checked(html_of(line))
 
 
@@ -348,7 +350,7 @@ def test_long_schedules_are_drawn_by_column() -> None:
     )
     line = long.timeline()
     assert len(line.slices) == 2 * 4 * 2048
-    assert "Too many rows to draw one by one" in str(line)
+    assert "Each column shows what takes most of its time" in str(line)
     checked(html_of(line))
     assert len(line.svg) < 100_000
 
@@ -541,7 +543,7 @@ def test_a_chart_is_saved_as_a_page_or_a_drawing(tmp_path: Path) -> None:
     chart.save(tmp_path / "x.svg")
     assert (tmp_path / "x.html").read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
-    with pytest.raises(wh.WhaleError, match=r"as \.html or \.svg; not \.png"):
+    with pytest.raises(wh.WhaleError, match=r"is \.png; expected \.html or \.svg"):
         chart.save(tmp_path / "x.png")
 
 
@@ -562,12 +564,14 @@ def test_pictures_are_saved_as_pages_drawings_and_text(tmp_path: Path) -> None:
 
 def test_other_endings_and_missing_folders_are_refused(tmp_path: Path) -> None:
     line = plain().timeline()
-    with pytest.raises(wh.WhaleError, match=r"written as \.html, \.svg, \.txt, \.json"):
+    with pytest.raises(wh.WhaleError, match=r"expected \.html, \.svg, \.txt, \.json"):
         line.save(tmp_path / "x.png")
-    with pytest.raises(wh.WhaleError, match="no ending is none of these"):
+    with pytest.raises(wh.WhaleError, match="the name has no ending; expected"):
         line.save(tmp_path / "x")
     found = plain().device_map("head")
-    with pytest.raises(wh.WhaleError, match=r"as \.html, \.svg, \.txt; \.json is none"):
+    with pytest.raises(
+        wh.WhaleError, match=r"has \.json; expected \.html, \.svg, \.txt"
+    ):
         found.save(tmp_path / "x.json")
     with pytest.raises(wh.WhaleError, match="cannot be written"):
         line.save(tmp_path / "nowhere" / "x.html")

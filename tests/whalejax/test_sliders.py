@@ -83,7 +83,7 @@ def test_layouts_that_cannot_be_kept_are_named() -> None:
     shown = plan.sliders(batches=[4])
     shown.controls["batch"].value = 4  # too few for eight
     assert shown.plan is plan
-    assert shown.problem.endswith("Search every layout for another")
+    assert shown.problem.endswith("Search all layouts instead")
     shown.controls["search"].value = True
     assert not shown.problem and shown.plan == plan.what_if(batch=4)
 

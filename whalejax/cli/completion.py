@@ -1,8 +1,8 @@
 """Shell completion of the command line: ``whalejax completion``.
 
-tyro writes the script, with commands and options as one Python literal. This module
-adds to that literal the names that tyro cannot know: reference models, kinds of
-devices, mesh axes, and the commands of ``whalejax swarm`` and ``whalejax jobs``.
+tyro writes a script that contains the commands and options as one literal. This module
+adds what tyro cannot know to that literal: reference models, kinds of devices, mesh
+axes, and the commands of ``whalejax swarm`` and ``whalejax jobs``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def completion_script(
     parse: Callable[[list[str]], Any],
     groups: Mapping[str, Callable[[list[str]], Any]],
 ) -> str:
-    """Returns the script that a shell reads.
+    """Returns the completion script of a shell.
 
     Args:
         shell: ``"bash"``, ``"zsh"`` or ``"fish"``.
         parse: Parses the words of a command, as tyro does.
-        groups: Parsers of the commands with subcommands, by first word.
+        groups: Parser of each command with subcommands, such as ``"swarm"``, by name.
     """
     text = _printed(shell, parse)
     match = _LITERAL.search(text)
@@ -60,8 +60,7 @@ def completion_script(
 
 
 def _spec(shell: str, literal: str) -> Any:
-    """Parses commands and options; fish's literal is inside double quotes."""
-    if shell == "fish":
+    if shell == "fish":  # Its literal is inside double quotes.
         literal = re.sub(r'\\(["\\$])', r"\1", literal)
     return ast.literal_eval(literal)
 
@@ -78,7 +77,7 @@ def _with_models(spec, group=""):
             _with_models(command, group + name + " ")
 _with_models(COMPLETION_SPEC)
 """
-"""Lines after the script's literal, which would be long with every model in it."""
+"""Code that adds the models when the script runs, which keeps its literal short."""
 
 
 def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:

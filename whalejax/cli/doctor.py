@@ -1,4 +1,4 @@
-"""``whalejax doctor``: problems that keep hosts from running together, and remedies."""
+"""``whalejax doctor``: finds what keeps hosts from running one program together."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _COLORS: Final = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def doctor(command: DoctorCommand) -> int:
-    """Checks this host, or several.
+    """Checks this host, or several hosts, and prints the results.
 
     Args:
         command: Options of the command.
 
     Returns:
-        Exit status: 1 if something keeps processes from running together, else 0.
-        Under a launcher, always 0 on processes other than process 0.
+        Exit status: 1 if there is a problem, else 0. Processes of a launch other than
+        process 0 always return 0.
 
     Raises:
         WhaleError: Options contradict each other, or the coordinator cannot be reached.
@@ -58,7 +58,7 @@ def doctor(command: DoctorCommand) -> int:
         comparison = meet(own, coordinator, _count(command), command.timeout, key)
     show(comparison, as_json=command.json)
     problems = any(check.verdict == "problem" for _, check in _checks(comparison))
-    # Under a launcher, the exit status of process 0 counts for all.
+    # Process 0 of a launch reports the status of all.
     return int(problems and not (launch and launch[2]))
 
 
@@ -69,8 +69,8 @@ def _count(command: DoctorCommand) -> int:
     count = count or (int(tasks) if tasks.isdecimal() else 0) or None
     if count is None or count < 1:
         raise WhaleError(
-            "--coordinator needs --processes, the number of hosts that meet there: "
-            f"expected 1 or more, and {_SLURM_TASKS} gives no such number"
+            "--coordinator was given without --processes, the number of hosts that "
+            f"meet there, and {_SLURM_TASKS} is no number from 1. Give --processes"
         )
     return count
 
@@ -91,7 +91,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             logs=Path(logs),
             remote_shell=shell_words(command.remote_shell),
             tells=False,
-            stops=False,  # hosts that came report the missing ones
+            stops=False,  # The other hosts report a missing one.
         )
         return min(1, launcher.run(launch))
 
@@ -100,7 +100,7 @@ def show(met: HostComparison, *, as_json: bool) -> None:
     """Prints the results of all checks.
 
     Args:
-        met: Reports of the hosts, and their comparison.
+        met: Reports of the hosts, with problems found by comparing them.
         as_json: Whether to print one line of JSON.
     """
     verdicts = [check.verdict for _, check in _checks(met)]

@@ -46,8 +46,8 @@ def launch_elastic(command: LaunchCommand) -> int:
         check_places(command, most + command.spares, problems)
         if command.cpu_quota:
             problems.add(
-                f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
-                "Leave it out"
+                f"--cpu-quota is {command.cpu_quota} with --processes MIN:MAX, which "
+                "does not support quotas. Leave --cpu-quota out"
             )
     run = Supervised(
         command=(sys.executable, str(command.script), *command.arguments),
@@ -81,8 +81,8 @@ def train_elastically(command: TrainCommand) -> int:
         check_places(command, most + command.spares, problems)
         if command.save is None:
             problems.add(
-                "--processes was given without --save DIR, where checkpoints and the "
-                "journal of the run go. Give it"
+                "--processes was given without --save, the directory of checkpoints "
+                "and the journal. Give --save DIR"
             )
         given = [name for name, _ in given_plan_options(command)]
         given += ["--plan"] * (command.plan is not None)
@@ -90,23 +90,23 @@ def train_elastically(command: TrainCommand) -> int:
         for name in given:
             if name not in _ELASTIC_TOO:
                 problems.add(
-                    f"{name} was given, which elastic runs do not take: each process "
-                    "runs the whole model as one replica, or its part by --mesh. Leave "
-                    "it out, or leave out --processes"
+                    f"{name} was given with --processes, which excludes it: each "
+                    "process runs the whole model as one replica, or its part by "
+                    f"--mesh. Leave out {name} or --processes"
                 )
         if command.staleness:
             problems.add(
-                f"--staleness is {command.staleness}, which elastic runs do not take: "
-                "all devices of the run hold tables, and no lookup misses an update. "
-                "Leave it out, or leave out --processes"
+                f"--staleness is {command.staleness} with --processes. In an elastic "
+                "run all devices hold tables, and lookups lack no update. Leave out "
+                "--staleness or --processes"
             )
         for name in _ONE_PROCESS:
             value = getattr(command, name)
             if value is not None:
                 problems.add(
-                    f"--{name.replace('_', '-')} {value} was given, which elastic runs "
-                    "do not take. Leave it out, evaluate the checkpoints of --save, or "
-                    "leave out --processes"
+                    f"--{name.replace('_', '-')} {value} was given with --processes; "
+                    "elastic runs do not evaluate. Leave it out and evaluate the "
+                    "checkpoints of --save, or leave out --processes"
                 )
         try:
             mesh_asked(command.mesh)

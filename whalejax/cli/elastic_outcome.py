@@ -1,7 +1,4 @@
-"""Results of an elastic run, as the commands that ran it print them.
-
-The numbers are those of its journal: the printing process did none of the work.
-"""
+"""Prints the result of an elastic run, with numbers from the run's journal."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from whalejax.processes.launcher import RankReport
 
 
 _NOT_RUN: Final = 2
-"""Exit status of a supervisor that could not run, or of a refused run."""
+"""Exit status of a supervisor that could not start or that refused the run."""
 
 
 def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
@@ -47,11 +44,12 @@ def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
 
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
-    """Returns the result for ``--json``: the values of a launch with a fixed number of
-    processes, and more.
+    """Returns the result of ``whalejax launch --json``.
+
+    It extends the result of a launch with a fixed number of processes.
 
     Args:
-        run: Status of the run from its journal; None if there was none.
+        run: Status of the run from its journal; None without a journal.
         logs: Folder of ``--logs``.
         status: Exit status of the run.
     """
@@ -106,7 +104,7 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
     where = f"whalejax status {folder} shows more"
     if run.loss is None or run.loss_first is None:
         none = ", no step was done"
-        if not run.steps:  # The steps of an ordinary script are unknown.
+        if not run.steps:  # unknown, as in a script of the user
             none = ""
         elif run.step >= run.steps:
             none = f", all {run.steps} steps were done before"
@@ -120,10 +118,12 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
 def trained(
     run: RunStatus | None, command: TrainCommand, status: int, seconds: float
 ) -> dict[str, Any]:
-    """Returns the result for ``--json``: the values of a run in one process, and more.
+    """Returns the result of ``whalejax train --json``.
+
+    It extends the result of a run in one process.
 
     Args:
-        run: Status of the run from its journal; None if there was none.
+        run: Status of the run from its journal; None without a journal.
         command: Options of the command.
         status: Exit status of the run.
         seconds: Duration of the whole command.
@@ -139,7 +139,7 @@ def trained(
         "loss_first": run.loss_first if run else None,
         "loss_last": run.loss if run else None,
         "max_rel_diff_vs_one_device": None,
-        # With one model over all processes, each generation has its own plan.
+        # If one model spans all processes, the plan depends on the generation.
         "mesh": None if spread else {"data": len(last)},
         "predicted_step_s": None,
         "measured_step_s": run.step_seconds if run else None,

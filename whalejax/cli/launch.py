@@ -1,4 +1,4 @@
-"""``whalejax launch``: turns its options into a launch for ``processes``."""
+"""``whalejax launch``: runs a script as a fixed number of processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def launch(command: LaunchCommand) -> int:
         if command.processes != "1" or command.hosts != "localhost":
             raise WhaleError(
                 f"--keep was given with --processes {command.processes} --hosts "
-                f"{command.hosts}; it keeps one process of this machine. Give "
+                f"{command.hosts}; it restarts a single process on this machine. Give "
                 "--processes 1, or MIN:MAX without --keep"
             )
         program = KeptCommand(name="script", command=words)
@@ -56,8 +56,8 @@ def launch(command: LaunchCommand) -> int:
         return launch_elastic(command)
     if command.quiet:
         raise WhaleError(
-            f"--quiet was given with --processes {command.processes}; a launch of a "
-            "fixed number says no progress. Leave it out"
+            f"--quiet was given with --processes {command.processes}; only MIN:MAX "
+            "prints progress. Leave --quiet out"
         )
     return launcher.run(
         launcher.Launch(
@@ -79,6 +79,6 @@ def _percents(text: str) -> tuple[float, ...]:
         return tuple(float(word) for word in text.split(",")) if text else ()
     except ValueError:
         raise WhaleError(
-            f"--cpu-quota is {text!r}; expected percents of a core with commas "
-            "between, as in 100,33"
+            f"--cpu-quota is {text!r}; expected percents of a core, separated by "
+            "commas, such as 100,33"
         ) from None

@@ -1,9 +1,7 @@
-"""The command line, ``whalejax``: reads options and calls the code of each command.
+"""The command line, ``whalejax``: parses the options and runs the chosen command.
 
-That code is in modules that scripts can import too. Nothing heavy is imported before a
-command needs it, so that help and errors appear at once.
-
-The module is long because it calls every command.
+Heavy packages are imported only when a command needs them, so that help and errors
+appear at once. The module is long because it runs every command.
 """
 
 from __future__ import annotations
@@ -92,12 +90,12 @@ if TYPE_CHECKING:
     from whalejax.meshes.cluster import Cluster
 
 
-_DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
-how to spread it, says why in numbers, and runs it.
+_DESCRIPTION = """Train a model that is written for one device on many. WhaleJAX plans
+how to distribute it, explains the plan by numbers, and runs it.
 
-Two more commands have commands of their own:
+Two commands have subcommands:
 
-swarm trains over peers that come and go: whalejax swarm --help
+swarm trains on peers that may join and leave: whalejax swarm --help
 
 jobs shares a cluster among jobs: whalejax jobs --help
 
@@ -113,14 +111,14 @@ def main(argv: Sequence[str]) -> int:
         argv: Arguments after the program's name.
 
     Returns:
-        0; 1 if a verified plan does not fit, a checked plan differs from one device, or
-        a host has a problem; 2 if the user's input cannot be used or standard output
-        cannot be written, with the reason on standard error; 130 if the user
-        interrupted. ``estimate`` returns the number of unread rows, at most 100;
-        commands that run processes return the status of their run.
+        The exit status. 0 is success. 1: a verified plan does not fit, a checked plan
+        differs from one device, or a host has a problem. 2: the user's input is invalid
+        or standard output cannot be written; standard error has the reason. 130: the
+        user interrupted. ``estimate`` returns the number of unread rows, at most 100.
+        Commands that run processes return the status of their run.
     """
     started = time.monotonic()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # Unencodable characters become ?
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Write ? for unencodable characters.
         sys.stdout.reconfigure(errors="replace")
     closed = sys.stdout is None
     with standard_output():
@@ -136,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             say("whalejax: interrupted")
             return _INTERRUPTED
-        except BrokenPipeError:  # The reader of our output has closed it.
+        except BrokenPipeError:  # The process that reads our output has ended.
             drop_stdout()
             return 0
         except Exception as error:
@@ -212,7 +210,6 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
-    """Returns the command that words describe; refuses unknown options."""
     check_words(words)
     parsed, unknown = tyro.cli(
         commands,
@@ -242,7 +239,7 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     parsed: SwarmCommand = _parsed(
         SwarmCommand,
         "whalejax swarm",
-        "Train a model in stages that peers serve which may come and go.",
+        "Train a model whose stages are served by peers that may join and leave.",
         argv[1:],
     )
     return parsed
@@ -257,7 +254,7 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     parsed: JobsCommand = _parsed(
         JobsCommand,
         "whalejax jobs",
-        "Share devices out among jobs that come and go.",
+        "Divide devices among jobs that start and end.",
         argv[1:],
     )
     return parsed
@@ -587,14 +584,14 @@ def _diff(command: DiffCommand) -> None:
 
 
 def _settings(command: TrainCommand) -> tuple[str, ...]:
-    """Returns options of the model to train: the given ones, else those of its plan."""
+    """Returns the given options of the model, or those of its plan without any."""
     from whalejax.cli.plan_source import check_source
     from whalejax.planner.plan.plan import Plan
 
     path, settings = command.plan, tuple[str, ...]()
     if command.set or path is None or not path.is_file():
         return command.set
-    with contextlib.suppress(WhaleError):  # reported where the plan is read
+    with contextlib.suppress(WhaleError):  # The command reads the plan again.
         model, *words = Plan.load(path).source or ("",)
         if model == lasting_name(command.model):
             settings = tuple(words)
@@ -607,7 +604,7 @@ def _check_output(output: Path | None) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise WhaleError(
             f"--output {output}: there is no directory {output.absolute().parent}. "
-            "Make it first"
+            "Create it first"
         )
 
 
@@ -659,12 +656,12 @@ def _estimate(command: EstimateCommand) -> int:
         for count, what in ((result.unread, "read"), (refused, "predicted")):
             if count:
                 rows = f"{count} row{'s' if count > 1 else ''}"
-                print(f"{rows} could not be {what}; the column note says why")
+                print(f"{rows} could not be {what}; the column note has the reason")
     return min(result.unread, MOST_STATUS)
 
 
 MOST_STATUS = 100
-"""Largest number of rows in an exit status; shells use larger ones for signals."""
+"""Largest exit status of ``estimate``; shells use larger statuses for signals."""
 
 
 def _complete(shell: str) -> None:
@@ -703,8 +700,8 @@ def _described(path: Path) -> Cluster | None:
         return Cluster.load(path)
     except WhaleError as error:
         raise WhaleError(
-            f"{path} is there, and is no description of a cluster ({error}). Remove "
-            "it first, or give another --output"
+            f"{path} exists and does not describe a cluster ({error}). Remove it "
+            "first, or give another --output"
         ) from None
 
 
@@ -717,12 +714,12 @@ def _calibrate(command: CalibrateCommand) -> None:
     _check_output(command.output)
     if command.output.suffix.lower() != ".toml":
         raise WhaleError(
-            f"--output {command.output}: clusters are described in TOML, and read by "
-            f"that ending. Name it {command.output.with_suffix('.toml').name}"
+            f"--output {command.output}: the description is a TOML file, whose name "
+            f"ends in .toml. Name it {command.output.with_suffix('.toml').name}"
         )
     if command.model is None and (command.set or command.samples or command.precision):
         raise WhaleError(
-            "--set, --samples and --precision are of --model; it is missing"
+            "--set, --samples and --precision need --model, which was not given"
         )
     job = None
     beside = Cluster.load(command.output) if command.append else None
@@ -751,9 +748,10 @@ def _calibrate(command: CalibrateCommand) -> None:
     if beside is not None:
         outer = cluster.levels[-1]
         words.append(
-            f"which holds {cluster.describe()} now. What joins the kinds is not "
-            f"measured: {outer.name} at {outer.bandwidth_bytes_per_second / 1e9:.3g} "
-            "GB/s is taken; the last [[levels]] of the file says so"
+            f"which holds {cluster.describe()} now. The network between the kinds was "
+            f"not measured and is assumed to be {outer.name} at "
+            f"{outer.bandwidth_bytes_per_second / 1e9:.3g} GB/s, the last [[levels]] "
+            "of the file"
         )
     if command.json:
         print(json.dumps({"output": str(command.output), **cluster.to_json()}))

@@ -1,4 +1,4 @@
-"""Measures a model's micro-batch on this machine's first device."""
+"""Measures the time of a model's micro-batch on the first device of this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from whalejax.user_code.losses import Job
 
 
 FEW, MANY = 1, 3
-"""Micro-batches of the two steps whose difference is timed, so that neither the update
-nor other costs of a step count."""
+"""Micro-batches of the two timed steps. The difference of their times contains neither
+the update nor other costs per step."""
 
 ROUNDS = 7
 
@@ -32,7 +32,7 @@ def with_timing(
     samples: int | None = None,
     precision: str | Mapping[str, str] = "f32",
 ) -> tuple[Cluster, TimedModel]:
-    """Times a micro-batch of a job, and records it with the planner's prediction.
+    """Times a micro-batch of a job, and adds the time to the cluster's description.
 
     Args:
         cluster: This machine, with devices of one kind, as ``calibrate`` describes it.
@@ -41,8 +41,8 @@ def with_timing(
         precision: Precision of the model, as ``wh.plan`` takes it.
 
     Returns:
-        The cluster, whose kind has this timing in place of an older one of the model;
-        and the timing.
+        The cluster, whose kind of device has the timing instead of an older one of the
+        same model; and the timing with the planner's prediction.
 
     Raises:
         WhaleError: ``samples`` is less than 1, or the measurement is unusable.
@@ -70,8 +70,9 @@ def with_timing(
     )
     if measured <= 0:
         raise WhaleError(
-            f"{MANY} micro-batches of {count} samples took no longer than {FEW}; the "
-            "machine is too busy, or they are too small. Give more --samples"
+            f"{MANY} micro-batches of {count} samples took no longer than {FEW}. The "
+            "machine is too busy, or the micro-batches are too small; give more "
+            "--samples"
         )
     timed = TimedModel(
         weights=weights_hash(plans[FEW].leaves),
@@ -88,7 +89,7 @@ def with_timing(
 
 
 FAR = 1.5
-"""Ratio of a timing to its prediction, or the inverse, from which it is explained."""
+"""Least factor between time and prediction at which ``timing_words`` explains it."""
 
 
 def timing_words(timed: TimedModel) -> str:
@@ -111,9 +112,9 @@ def timing_words(timed: TimedModel) -> str:
     if max(ratio, 1 / ratio) <= FAR:
         return words
     return (
-        f"{words}; that is {ratio:.2g} times as long: step times that plans of this "
-        "model predict are off by about as much, and what is divided between kinds "
-        "follows the measured time, where all of them have one"
+        f"{words}: {ratio:.2g} times the prediction. Predicted step times of this "
+        "model have about the same error. Work is divided between kinds of devices by "
+        "the measured times if all kinds have one"
     )
 
 

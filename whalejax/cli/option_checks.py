@@ -1,8 +1,7 @@
 """Checks the options of a command before anything is imported or read.
 
-The command line itself checks types; this module checks the limits of numbers, and
-texts that no terminal should show. The meaning of an option is checked where it is
-used.
+This module checks the limits of numbers, and refuses text with control characters. tyro
+checks types, and the code that uses an option checks its meaning.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LONGEST_WORD: Final = 4096
 
 LONGEST_SECONDS: Final = 10**6
 MOST_MEMBERS: Final = 4096
-"""Maximum number of members of an elastic run; a message to each names all."""
+"""Maximum number of members of an elastic run; messages to members list all of them."""
 
 
 _WHOLE: Final = {
@@ -93,15 +92,15 @@ _POSITIONAL: Final = {
 
 
 def check_words(argv: Sequence[str]) -> None:
-    """Refuses words with characters that terminals alter, or of absurd length.
+    """Refuses words with control characters or more than ``LONGEST_WORD`` characters.
 
-    Words after the script of ``whalejax launch`` belong to the script.
+    Words after the script of ``whalejax launch`` are not checked.
 
     Args:
         argv: Arguments after the program's name.
 
     Raises:
-        WhaleError: A word is refused; names the first one and its option.
+        WhaleError: A word is refused; the message names the first one and its option.
 
     >>> check_words(["plan", "gpt", "--cluster", "h100:8"])
     """
@@ -110,15 +109,13 @@ def check_words(argv: Sequence[str]) -> None:
         if len(word) > LONGEST_WORD or not is_shown_as_written(word):
             raise WhaleError(
                 f"{before} is {short_repr(word)}; expected no control characters, "
-                "and at "
-                f"most {LONGEST_WORD} characters"
+                f"and at most {LONGEST_WORD} characters"
             )
         before = word if word.startswith("--") else before
     _check_numbers(argv[: argv.index("--") if "--" in argv else len(argv)])
 
 
 def _check_numbers(argv: Sequence[str]) -> None:
-    """Refuses words that are not numbers after options that take one."""
     for place, word in enumerate(argv):
         if not word.startswith("--"):
             continue
@@ -159,7 +156,7 @@ def check_command(command: Any, problems: Problems) -> None:
         problem = _problem(name, value)
         if name == "precision" and isinstance(command, CalibrateCommand):
             wrong = [w for w in value if w.rpartition("=")[2] not in PRECISIONS]
-            if wrong:  # found before anything is measured
+            if wrong:
                 problem = f"{short_repr(wrong[0])}; expected {', '.join(PRECISIONS)}"
         if problem:
             problems.add(f"{word_of(type(command), name)} is {problem}")
@@ -175,7 +172,7 @@ def checked(command: Any) -> None:
         WhaleError: Some options cannot be used; lists all.
     """
     if isinstance(command, TrainCommand):
-        return  # its session reports these with conflicting options
+        return  # ``train_session.check_options`` reports all problems of the command.
     problems = Problems("options")
     check_command(command, problems)
     if len(problems) == 1:
@@ -198,8 +195,8 @@ def unknown_words_text(words: str, command: Any, unknown: Sequence[str]) -> str:
 
     Args:
         words: Program and command, such as ``"whalejax plan"``.
-        command: The command, read from the other words.
-        unknown: Words that are not options of the command, and their values.
+        command: Command with the options that were understood.
+        unknown: Words that are neither options of the command nor their values.
 
     >>> command = ProfileCommand(plan=Path("plan.json"))
     >>> unknown_words_text("whalejax profile", command, ["--num-steps", "9"])
@@ -253,7 +250,7 @@ def word_of(command: type, name: str) -> str:
 
 
 def _wrong_range(text: str) -> str:
-    """Returns the error in a number of processes, or in MIN:MAX; empty if none."""
+    """Returns the error in a value of ``--processes``; empty if it is valid."""
     parts = text.split(":")
     good = len(parts) < 3 and all(p.isascii() and p.isdigit() for p in parts)
     numbers = [int(p) for p in parts if len(p) < 9] if good else []
@@ -262,11 +259,10 @@ def _wrong_range(text: str) -> str:
             return f"{text}; expected a MAX of at most {MOST_MEMBERS}"
         if numbers[0] <= numbers[-1]:
             return ""
-        return f"{text}, whose MIN is over its MAX; expected {numbers[-1]}:{numbers[0]}"
+        return f"{text}, with MIN above MAX; expected {numbers[-1]}:{numbers[0]}"
     return (
         f"{short_repr(text)}; expected a number, 1 or more, or MIN:MAX with MIN at "
-        "most "
-        "MAX, such as 2:4"
+        "most MAX, such as 2:4"
     )
 
 
@@ -295,7 +291,7 @@ def _problem(name: str, value: Any) -> str:
         host.strip().startswith("-") for host in value.split(",")
     ):
         text = short_repr(value)
-        return f"{text}; expected names of hosts, which do not begin with a dash"
+        return f"{text}; expected names of hosts that do not begin with a dash"
     if name in _NO_FOLDER and Path(value).is_dir():
         return f"{short_repr(str(value))}, which is a folder; expected a file"
     words = [value] if isinstance(value, str) else value
@@ -310,7 +306,7 @@ _WITHOUT_TABLES: Final = (
     *("plan", "check", "replay"),
     *("verify", "allow_idle", "estimate", "swarm", "bandwidth", "wire", "sum_wire"),
 )
-"""Options that exclude ``--tables``: those of training, and those of planning."""
+"""Options that cannot be combined with ``--tables``: of training, then of planning."""
 
 
 def check_table_options(
@@ -325,15 +321,15 @@ def check_table_options(
     if options.tables is None:
         if options.staleness:
             problems.add(
-                f"--staleness is {options.staleness} without --tables, whose rows may "
-                "lack updates. Give both, or leave it out"
+                f"--staleness is {options.staleness} without --tables. Give both, or "
+                "leave --staleness out"
             )
-        # A plan from a file may have tables.
+        # A plan file may contain tables.
         is_planned = getattr(options, "plan", None) is not None
         if getattr(options, "replace_every", None) is not None and not is_planned:
             problems.add(
-                "--replace-every was given without --tables, which it places again. "
-                "Give both, or leave it out"
+                "--replace-every was given without --tables. Give both, or leave "
+                "--replace-every out"
             )
         return
     from whalejax.tables.sparse_optimizers import optimizer_named
@@ -347,5 +343,5 @@ def check_table_options(
         if name in usual and getattr(options, name) != usual[name]:
             words = f"--{name.replace('_', '-')}"
             problems.add(
-                f"{words} was given with --tables, and takes none. Leave it out"
+                f"{words} cannot be combined with --tables. Leave one of them out"
             )

@@ -45,50 +45,52 @@ Precision = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]f32|bf16|f16",
-        help="f32, the default: the model's own types; bf16 or f16: with float32 "
-        "master weights; or one for each TaskGraph, * for the rest: '*=bf16' split=f32",
+        help="f32 (default): the model's own types; bf16 or f16: that type, with "
+        "float32 master weights; or a type per TaskGraph, * for all others: '*=bf16' "
+        "split=f32",
     ),
 ]
 Remat = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]POLICY",
-        help="what layers recompute: none: nothing; dots: all but dots; named: all but "
-        "what is named; full: all; or one for each TaskGraph, as in --precision",
+        help="values that layers recompute. none: no values; dots: all except products "
+        "with weights; named: all except those that the model names; full: all values; "
+        "or a policy per TaskGraph, as in --precision",
     ),
 ]
 Attention = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]ring|gather",
-        help="ring: in blocks, keys passed around; gather: as the model does it; or "
-        "one for each TaskGraph, as in --precision",
+        help="ring: devices pass blocks of keys round; gather: as the model computes "
+        "it; or a method per TaskGraph, as in --precision",
     ),
 ]
 Mesh = Annotated[
     tuple[str, ...],
     option(
         metavar="AXIS=N",
-        help="fixed sizes of one or several mesh axes: stage=2 tensor=4; the planner "
-        "chooses the other axes (stage=1 excludes stages). With train --processes: -1 "
-        "for the axis that takes what is left; auto; or replicas",
+        help="fixed sizes of mesh axes, such as stage=2 tensor=4; the planner chooses "
+        "the other axes. stage=1 means no pipeline. train --processes also takes auto, "
+        "replicas, and the size -1 for the axis that gets the remaining devices",
     ),
 ]
 Shares = Annotated[
     str | None,
     option(
         metavar="N,N",
-        help="micro-batches of each replica (a rank of data, or a pipeline), such as "
-        "5,3; or even: as many of each; by speed if left out",
+        help="micro-batches of each replica, such as 5,3; even: the same number for "
+        "all; if left out, by speed. A replica is a rank of data, or a pipeline",
     ),
 ]
 Offload = Annotated[
     tuple[Literal["optimizer", "activations", "params", "none"], ...],
     option(
         metavar="optimizer|activations|params|none",
-        help="kept in host memory, one or several: optimizer state, activations "
-        "of recomputed layers, params of scans over layers; or none; only what must be "
-        "if left out",
+        help="store in host memory the optimizer state, activations of recomputed "
+        "layers, or params of scans over layers; one or several, or none. If left out, "
+        "only what does not fit on the devices",
     ),
 ]
 
@@ -97,17 +99,17 @@ Offload = Annotated[
 class TrainCommand:
     """Train a model on the devices of this machine.
 
-    Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
+    Plans, compiles and trains; --replay and --check also compare with one device.
+    --plan excludes --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
     --remat, --offload, --attention, --loss-chunks, --combine, --per-micro-batch,
-    --group-size and --compiler-options.
+    --group-size and --compiler-options, which the plan file fixes.
     """
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
     set: Settings = ()
-    """options of the model, or of your function: layers=96 hidden=12288; those that
-    --plan was made with, if left out"""
+    """options of the model, or of your function: layers=96 hidden=12288; if left out,
+    those with which --plan was made"""
     plan: Annotated[Path | None, option(metavar="PLAN.json")] = None
     """run this plan, which whalejax plan made, instead of making one"""
     cluster: OptionalText = None
@@ -115,60 +117,60 @@ class TrainCommand:
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
     steps: int = 100
-    """total number of steps, including those before a resumption"""
+    """total number of steps, including those before --resume"""
     save: Annotated[Path | None, option(metavar="DIR")] = None
     """write checkpoints into this directory"""
     save_every: int = 100
-    """steps between checkpoints; there is one after the last step too"""
+    """steps between checkpoints; the last step writes one too"""
     keep: Annotated[int | None, option(metavar="K")] = None
-    """number of latest checkpoints to keep in the directory of --save; 3 if left
-    out"""
+    """number of latest checkpoints to keep in the directory of --save; default: 3"""
     csv: Annotated[Path | None, option(metavar="FILE.csv")] = None
     """write a row for each step: loss, metrics, seconds"""
     eval_every: OptionalNumber = None
-    """steps between evaluations, if the job has eval_batches; those of --save-every
-    if left out"""
+    """steps between evaluations of a job with eval_batches; as --save-every if left
+    out"""
     best: OptionalText = None
-    """evaluation metric, such as loss, whose best checkpoint is kept too"""
+    """evaluation metric, such as loss; the checkpoint with the best value is kept"""
     best_mode: Annotated[Literal["min", "max"] | None, option(metavar="min|max")] = None
-    """better direction of --best; min if left out"""
+    """whether the smallest or the largest value of --best is best; min if left out"""
     early_stop: OptionalNumber = None
-    """stop after this many evaluations in a row that are no better by --best"""
+    """stop after this many successive evaluations that do not improve --best"""
     resume: Switch = False
     """resume from the latest complete checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, run one after the other; the fewest that fit if left
-    out"""
+    """micro-batches of a step, run one after the other; the fewest that fit in memory
+    if left out"""
     per_micro_batch: Switch = False
-    """use each part's own loss, where samples of a batch are not independent"""
+    """compute the loss of each micro-batch separately, although its samples are not
+    independent of the others"""
     group_size: OptionalNumber = None
-    """number of neighbouring samples that stay in the same part of a batch"""
+    """number of neighbouring samples that stay in the same micro-batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
     attention: Attention = ()
     loss_chunks: OptionalNumber = None
-    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    """number of parts in which a device computes the logits; 1: all at once"""
     combine: OptionalText = None
-    """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
-    nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
+    """how ranks of data combine gradients: mean; adasum; adasum_nodes: Adasum of the
+    nodes' means; adasum_updates: Adasum of the updates by each rank's optimizer"""
     compiler_options: Settings = ()
     """XLA options for the training step: xla_a=true xla_b=2"""
     tables: Annotated[str | None, option(metavar="KIND:RATE")] = None
-    """place embedding tables, whose rows are updated by adagrad:0.02, or sgd,
-    row_adagrad, lazy_adam"""
+    """assign embedding tables to devices; the optimizer of their rows and its learning
+    rate: adagrad:0.02, or sgd, row_adagrad or lazy_adam"""
     staleness: int = 0
-    """with --tables on --cluster cpu:2+cpu:1: updates that a lookup may miss"""
+    """with --tables on --cluster cpu:2+cpu:1: newest updates that a lookup may lack"""
     replace_every: OptionalNumber = None
-    """with --tables: steps after which they are placed again, if that gains 5 %"""
+    """with --tables: steps after which tables change devices if that gains 5 %"""
     seed: int = 0
     """random seed of the initial values and of dropout"""
     processes: Annotated[str | None, option(metavar="MIN:MAX")] = None
-    """train with MIN to MAX processes, which may fail and rejoin; needs --save"""
+    """train on MIN to MAX processes that may fail and rejoin; needs --save"""
     spares: Annotated[int, option(metavar="N")] = 0
-    """with --processes: standby processes, which replace lost ones at once"""
+    """with --processes: number of standby processes, which replace lost ones at once"""
     restarts: Restarts = None
     noise_scale: Switch = False
     """measure the gradient-noise scale, in samples, as a metric; needs --processes"""
@@ -176,13 +178,14 @@ class TrainCommand:
     host: AgentsAddress = None
     ray: RayAddress = None
     port: OptionalNumber = None
-    """with --processes: port of the supervisor; a free one, or 8476 for agents"""
+    """with --processes: port of the supervisor; if left out, 8476 with agents, else a
+    free port"""
     remote_shell: RemoteShell = SSH
     replay: Annotated[int, option(metavar="N")] = 0
-    """then repeat the first N steps (at most all) on one device and compare losses"""
+    """after training, repeat the first N steps on one device and compare the losses"""
     check: Switch = False
-    """first run the plan at reduced sizes and compare it with one device, for at most a
-    minute; ends if something differs"""
+    """first run the plan at reduced sizes, for at most a minute, and compare with one
+    device; train nothing if they differ"""
     json: Switch = False
     """print the results as one JSON object in the last line"""
     quiet: Switch = False
@@ -191,7 +194,7 @@ class TrainCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommand:
-    """Choose how to train a model on a cluster; needs no device of it."""
+    """Plan how to train a model on a cluster; the command needs no device of it."""
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
@@ -206,45 +209,46 @@ class PlanCommand:
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, run one after the other; the fewest that fit if left
-    out"""
+    """micro-batches of a step, run one after the other; the fewest that fit in memory
+    if left out"""
     per_micro_batch: Switch = False
-    """use each part's own loss, where samples of a batch are not independent"""
+    """compute the loss of each micro-batch separately, although its samples are not
+    independent of the others"""
     group_size: OptionalNumber = None
-    """number of neighbouring samples that stay in the same part of a batch"""
+    """number of neighbouring samples that stay in the same micro-batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
     attention: Attention = ()
     loss_chunks: OptionalNumber = None
-    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    """number of parts in which a device computes the logits; 1: all at once"""
     combine: OptionalText = None
-    """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
-    nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
+    """how ranks of data combine gradients: mean; adasum; adasum_nodes: Adasum of the
+    nodes' means; adasum_updates: Adasum of the updates by each rank's optimizer"""
     compiler_options: Settings = ()
     """XLA options for the training step: xla_a=true xla_b=2"""
     tables: Annotated[str | None, option(metavar="KIND:RATE")] = None
-    """place embedding tables, whose rows are updated by adagrad:0.02, or sgd,
-    row_adagrad, lazy_adam"""
+    """assign embedding tables to devices; the optimizer of their rows and its learning
+    rate: adagrad:0.02, or sgd, row_adagrad or lazy_adam"""
     staleness: int = 0
-    """with --tables on --cluster cpu:2+h100:8: updates that a lookup may miss"""
+    """with --tables on --cluster cpu:2+h100:8: newest updates that a lookup may lack"""
     margin: Annotated[float | None, option(metavar="PART")] = None
-    """fraction of the predicted memory to keep free beyond it, such as 0.1"""
+    """memory to leave free, as a fraction of the predicted memory, such as 0.1"""
     verify: Switch = False
-    """compile the plan, and use the next one if the compiler refuses it"""
+    """compile the plan, and choose the next best one if the compiler refuses it"""
     allow_idle: Switch = False
-    """accept a plan that leaves devices idle if none uses all"""
+    """accept a plan with idle devices if no plan uses all devices"""
     estimate: Switch = False
-    """also consider plans that cannot be run; such a plan says so"""
+    """also consider plans that no executor can run; the result marks them"""
     swarm: Switch = False
-    """plan for peers that come and go, each device one of them; needs --bandwidth"""
+    """plan for a swarm in which each device is a peer; needs --bandwidth"""
     bandwidth: OptionalText = None
-    """bandwidth of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
+    """with --swarm: bandwidth of each peer's link, such as 200Mb/s or 25MB/s"""
     wire: OptionalText = None
-    """type of values between peers, with --swarm: f32, bf16 or int8"""
+    """with --swarm: type of the activations between peers: f32, bf16 or int8"""
     sum_wire: OptionalText = None
-    """type of gradients that the peers of a stage send to sum them, with --swarm: f32
-    (if left out), f16 or int8"""
+    """with --swarm: type of the gradients that peers of a stage exchange: f32 (if left
+    out), f16 or int8"""
     json: Switch = False
     """print the plan as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -260,10 +264,10 @@ class ShowCommand:
     all: Switch = False
     """show all kinds of parameters, traffic and reasons, not only the largest"""
     tokens: Annotated[float | None, option(metavar="N")] = None
-    """tokens of a run, such as 1e12 (samples if a batch has none): show how long it
-    takes, and its price"""
+    """tokens of a training run, such as 1e12, to show its time and price; samples if
+    the batch has no tokens"""
     describe: Switch = False
-    """instead describe the parallelism, the synchronisation and the exchanged data"""
+    """instead describe the plan's parallelism, synchronisation and exchanged data"""
     json: Switch = False
     """print the plan as one line of JSON and nothing else"""
 
@@ -273,8 +277,8 @@ class ExportCommand:
     """Print a plan as a file of another system.
 
     Formats: maxtext (rules for custom_mesh_and_rule), axlearn (mesh_rules), haliax
-    (axis mappings), levanter (the section trainer), jobset, skypilot. A comment on top
-    lists what the format cannot express.
+    (axis mappings), levanter (the section trainer), jobset, skypilot. The file begins
+    with a comment that lists the parts of the plan that it cannot express.
     """
 
     plan: PlanFile
@@ -287,24 +291,21 @@ class ExportCommand:
     """container image, for jobset and skypilot"""
     command: OptionalText = None
     """shell command that starts the run, for jobset and skypilot; if left out, whalejax
-    train on one host, python train.py on several"""
+    train for one host, and python train.py for several"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="FILE")] = None
     """write the file here instead of printing it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffCommand:
-    """Show what changes from one plan to another: settings, parameters, traffic, cost.
-
-    Prints only what differs.
-    """
+    """Show how two plans differ in settings, parameters, traffic and cost."""
 
     before: Annotated[conf.Positional[Path], option(metavar="A.json")]
     """a file that whalejax plan wrote"""
     after: Annotated[conf.Positional[Path], option(metavar="B.json")]
-    """another such file, of the same model or not"""
+    """another plan file, of the same model or another"""
     all: Switch = False
-    """show every parameter that differs, not only those that change most"""
+    """show all parameters that differ, not only those that differ most"""
     json: Switch = False
     """print the differences as one line of JSON and nothing else"""
 
@@ -323,19 +324,19 @@ class WhyCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCommand:
-    """Plan a model on several clusters and rank them; needs no device of any.
+    """Plan a model on several clusters, whose devices it does not need.
 
-    Prints the plans, fastest step first, and what is missing if none fits.
+    Prints the plans, fastest step first, or the missing memory if no plan fits.
     """
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
     on: Annotated[conf.UseAppendAction[tuple[str, ...]], option(metavar="CLUSTER")] = ()
-    """a cluster: h100:8, h100:4x8, v5p:4x4x4, a .toml file; give it once for each"""
+    """a cluster: h100:8, h100:4x8, v5p:4x4x4, a .toml file; give --on once for each"""
     price: Annotated[
         conf.UseAppendAction[tuple[str, ...]], option(metavar="KIND=PRICE")
     ] = ()
-    """price of a device-hour, such as h100=2.5; once for each kind, in one currency"""
+    """price of an hour of one device, by kind: h100=2.5; use one currency for all"""
     set: Settings = ()
     """options of the model, or of your function: layers=96 hidden=12288"""
     batch: OptionalNumber = None
@@ -346,17 +347,18 @@ class SearchCommand:
     remat: Remat = ()
     attention: Attention = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, run one after the other; the fewest that fit if left
-    out"""
+    """micro-batches of a step, run one after the other; the fewest that fit in memory
+    if left out"""
     per_micro_batch: Switch = False
-    """use each part's own loss, where samples of a batch are not independent"""
+    """compute the loss of each micro-batch separately, although its samples are not
+    independent of the others"""
     group_size: OptionalNumber = None
-    """number of neighbouring samples that stay in the same part of a batch"""
+    """number of neighbouring samples that stay in the same micro-batch"""
     estimate: Switch = False
-    """also consider plans that cannot be run; such a plan says so"""
+    """also consider plans that no executor can run; the result marks them"""
     export: Annotated[str | None, option(metavar="FORMAT")] = None
-    """print another system's file instead: axlearn (a mesh rule for each cluster),
-    skypilot (clusters in turn), or one for the best plan, as whalejax export does"""
+    """print a file of another system instead: axlearn (a mesh rule for each cluster),
+    skypilot (clusters in turn), or the best plan in a format of whalejax export"""
     image: OptionalText = None
     """container image, for --export jobset and skypilot"""
     json: Switch = False
@@ -367,9 +369,9 @@ class SearchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCommand:
-    """Find the largest batch that fits on each of several clusters; needs no device.
+    """Find the largest global batch that fits on each of several clusters.
 
-    Prints the largest global batch that is computed at once, its plan and its speed.
+    Prints this batch, its plan and its speed; needs no device of the clusters.
     """
 
     model: Model
@@ -382,7 +384,7 @@ class BatchCommand:
     remat: Remat = ()
     attention: Attention = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, one after the other; 1 if left out"""
+    """micro-batches of a step, run one after the other; 1 if left out"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -391,23 +393,23 @@ class BatchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCommand:
-    """Run some steps of a plan on this machine; compare measured with predicted.
+    """Run some steps of a plan on this machine, and compare them with its predictions.
 
-    Prints compute, collectives by kind and mesh axes, and idle gaps, each with the
-    plan's prediction, and collectives that are not in the plan.
+    Prints the measured and predicted times of compute, of collectives by kind and mesh
+    axes, and of idle gaps. It also lists collectives that are not in the plan.
     """
 
     plan: PlanFile
     """a file that whalejax plan wrote, for the devices of this machine"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
-    reference model: a file of code is run only if it is named here"""
+    """a reference model, such as gpt, or file.py:function; if left out, the reference
+    model of the plan. A plan of file.py:function needs this option"""
     set: Settings = ()
     """options of --model"""
     steps: int = 5
-    """steps that are traced, after two that are not"""
+    """number of profiled steps, after two steps without a profile"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="TRACE.json")] = None
-    """write the trace and the prediction as one file for ui.perfetto.dev"""
+    """write the trace and the prediction to a file for ui.perfetto.dev"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -416,30 +418,30 @@ class ProfileCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCommand:
-    """Compile a plan with the compiler of its hardware; needs none of that hardware.
+    """Compile a plan for its hardware, without that hardware.
 
-    Prints memory, traffic and matmuls, predicted and compiled. TPUs need the extra
-    whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 if the
-    plan does not fit.
+    Prints predicted and compiled memory, traffic and matmuls. For TPUs, install the
+    extra whalejax[tpu-compile]; for GPUs, run --setup-gpu once. The exit status is 1 if
+    the plan does not fit.
     """
 
     plan: Annotated[conf.Positional[Path | None], option(metavar="PLAN.json")] = None
     """a file that whalejax plan wrote"""
     topology: OptionalText = None
-    """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
+    """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8 or local; the plan's own if left out"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
-    reference model: a file of code is run only if it is named here"""
+    """a reference model, such as gpt, or file.py:function; if left out, the reference
+    model of the plan. A plan of file.py:function needs this option"""
     set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 1800.0
     """time after which the compiler is stopped"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="PLAN.json")] = None
-    """if the plan does not fit, write the next one that is expected to"""
+    """if the plan does not fit, write the next plan that is predicted to fit"""
     json: Switch = False
     """print the result as one line of JSON and nothing else"""
     setup_gpu: Switch = False
-    """first install the GPU compiler, about 5 GB, into a folder of its own"""
+    """first install the GPU compiler, about 5 GB, into a separate folder"""
     quiet: Switch = False
     """show no progress on the terminal"""
 
@@ -448,20 +450,19 @@ class VerifyCommand:
 class CheckCommand:
     """Run a plan at reduced sizes on virtual CPU devices, and compare with one device.
 
-    Compares the loss, every gradient and the updated parameters of one step, under the
-    plan's own layout and options; needs none of its devices. Ends with status 1 if
-    something differs.
+    Compares the loss, all gradients and the updated parameters of one step. The layout
+    and the options are the plan's. The exit status is 1 if a value differs.
     """
 
     plan: Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
     """a file that whalejax plan wrote"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
-    reference model: a file of code is run only if it is named here"""
+    """a reference model, such as gpt, or file.py:function; if left out, the reference
+    model of the plan. A plan of file.py:function needs this option"""
     set: Settings = ()
     """options of --model"""
     even: Switch = False
-    """skip extents that are odd on each device; halves the time"""
+    """skip the second run, with sizes that are odd on each device; halves the time"""
     seed: int = 0
     """seed of random numbers"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 600.0
@@ -479,9 +480,9 @@ class CalibrateCommand:
     output: Annotated[Path, option(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
     kind: OptionalText = None
-    """name of this kind of device; the catalogue's, or else JAX's, if left out"""
+    """name of this kind of device; if left out, that of the catalogue, or of JAX"""
     append: Switch = False
-    """keep the kinds in the file, and add this machine as further nodes"""
+    """keep the nodes of the file, and add this machine to them"""
     seconds: float = 18.0
     """approximate time after which measuring stops"""
     model: OptionalText = None
@@ -489,7 +490,7 @@ class CalibrateCommand:
     set: Settings = ()
     """options of --model: layers=96 hidden=12288"""
     samples: OptionalNumber = None
-    """samples in that micro-batch; the job's whole batch if left out"""
+    """with --model: samples in the micro-batch; the job's global batch if left out"""
     precision: Precision = ()
     json: Switch = False
     """print the description as one line of JSON and nothing else"""
@@ -497,22 +498,22 @@ class CalibrateCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateCommand:
-    """Predict the runs of a table whose layouts are given.
+    """Predict the step time and memory of runs with given layouts.
 
-    The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
-    device are needed; the rest is inferred if a row leaves it out, and noted. A row
-    that cannot be read gets no prediction but a note with the reason; the exit status
-    is the number of such rows (at most 100).
+    The runs are the rows of a CSV file with a header. Each row needs layers, hidden,
+    seq, global_batch, num_devices and device; notes tell how other values were
+    inferred. A row that cannot be read gets a note instead of a prediction. The exit
+    status is the number of such rows, at most 100.
     """
 
     table: Annotated[conf.Positional[Path], option(metavar="TABLE.csv")]
-    """file of the runs, one a line"""
+    """CSV file with one run per row"""
     output: Annotated[Path, option(aliases=["-o"], metavar="OUT.csv")]
-    """where to write the same table with step time, memory and notes appended"""
+    """file for the table with additional columns: step time, memory and notes"""
     strict: Switch = False
-    """refuse a table with rows that cannot be read, and write nothing"""
+    """write nothing and fail if a row cannot be read"""
     json: Switch = False
-    """print how many runs were predicted as one line of JSON"""
+    """print the number of predicted runs as one line of JSON"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,7 +524,7 @@ class CompletionCommand:
     """
 
     shell: conf.Positional[Literal["bash", "zsh", "fish"]]
-    """shell of the script: bash, zsh or fish"""
+    """bash, zsh or fish"""
 
 
 Command = (
@@ -553,11 +554,11 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
     """Returns the mesh axis sizes of ``--mesh``; None if none is fixed.
 
     Args:
-        words: Words of the option; ``wh.plan`` checks the names of the axes.
+        words: Words of the option, such as ``"tensor=4"``. Axes may have any name.
 
     Raises:
-        WhaleError: A word without ``=`` or an axis twice; lists all. If there are none,
-            lists all sizes that are not whole numbers of 1 or more.
+        WhaleError: Some words have no ``=``, an axis is given twice, or a size is no
+            whole number of 1 or more.
 
     >>> mesh_sizes(["stage=2", "tensor=4"])
     {'stage': 2, 'tensor': 4}
@@ -575,10 +576,10 @@ def share_counts(words: str | None) -> str | tuple[int, ...] | None:
     """Returns the micro-batches of each replica from ``--shares``, ``"even"`` or None.
 
     Args:
-        words: Value of the option; ``wh.plan`` checks them against the plan.
+        words: Value of the option.
 
     Raises:
-        WhaleError: Neither ``even`` nor comma-separated numbers.
+        WhaleError: The value is neither ``even`` nor comma-separated numbers.
 
     >>> share_counts("5,3")
     (5, 3)
@@ -598,11 +599,11 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     """Returns the prices of ``--price`` by kind of device.
 
     Args:
-        words: Words of the option; ``wh.search`` checks the kinds.
+        words: Words of the option, such as ``"h100=2.5"``. Kinds may have any name.
 
     Raises:
-        WhaleError: A word without ``=``, a kind twice, or a price that is no number;
-            lists all.
+        WhaleError: Some words have no ``=``, a kind is given twice, or a price is no
+            number; lists all problems.
 
     >>> prices(["h100=2.5", "v100-32=1"])
     {'h100': 2.5, 'v100-32': 1.0}
@@ -635,9 +636,9 @@ def _word_or_words(
         name, _, text = word.rpartition("=")
         if not (name and text):
             problems.add(
-                f"{word!r} names no TaskGraph; expected one word for the whole model, "
-                f"such as {example}, or NAME=WORD for each TaskGraph, '*' for all "
-                f"others, such as '*={example}'"
+                f"{word!r} names no TaskGraph; expected one value for the whole model, "
+                f"such as {example}, or NAME=VALUE for each TaskGraph, with the name "
+                f"'*' for all others, such as '*={example}'"
             )
         elif name in word_or_words:
             problems.add(f"{name} is given twice")
@@ -651,7 +652,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     """Returns the XLA options of ``--compiler-options``.
 
     Raises:
-        WhaleError: A word without ``=``, or a name twice; lists all.
+        WhaleError: Some words have no ``=``, or a name is given twice; lists all.
 
     >>> compiler_options(["xla_a=true", "xla_b=007", "xla_c=12"])
     {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
@@ -659,7 +660,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     example = "xla_tpu_enable_async_collective_fusion=true"
     options = named_values(words, "--compiler-options", example)
     texts = dict(word.split("=", 1) for word in words)
-    # A text that a number would not reproduce, such as 007, stays a text.
+    # Text such as 007, which differs from the text of its number, stays text.
     return {
         name: value
         if isinstance(value, bool) or str(value) == texts[name]
@@ -669,7 +670,6 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
-    """Returns a parser for one value, or for ``NAME=VALUE`` for each TaskGraph."""
     return lambda words: _word_or_words(words, f"--{option}", example)
 
 
@@ -687,7 +687,7 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "combine": ("combine", str),
     "compiler_options": ("compiler_options", compiler_options),
 }
-"""Options that are arguments of ``wh.plan``: the argument's name, and the parser."""
+"""Name and parser of each option that is an argument of ``wh.plan``."""
 
 PLAN_NUMBERS: Final = {
     "loss_chunks": (1, LARGEST),
@@ -698,13 +698,13 @@ PLAN_NUMBERS: Final = {
 
 
 def plan_settings(command: Any) -> dict[str, Any]:
-    """Returns the arguments of ``wh.plan`` that a command was given.
+    """Returns the arguments of ``wh.plan`` that the given options of a command set.
 
     Args:
         command: One of the classes here.
 
     Raises:
-        WhaleError: Values that an option cannot have; lists all.
+        WhaleError: Some options have invalid values; lists all.
 
     >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
     {'precision': {'*': 'bf16', 'split': 'f32'}}
@@ -723,7 +723,7 @@ def plan_settings(command: Any) -> dict[str, Any]:
 
 
 def given_places(command: TrainCommand) -> list[str]:
-    """Returns the given options that set where a command's processes run.
+    """Returns the given options that choose the hosts of a command's processes.
 
     Args:
         command: Options of the command.
@@ -735,7 +735,7 @@ def given_places(command: TrainCommand) -> list[str]:
 
 
 def given_plan_options(command: TrainCommand | PlanCommand) -> list[tuple[str, str]]:
-    """Returns the given options that a plan file replaces, as (option, value) texts.
+    """Returns the given options that contradict ``--plan``, as (option, value) texts.
 
     Args:
         command: Options of the command.

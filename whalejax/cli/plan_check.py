@@ -22,17 +22,17 @@ from whalejax.user_code.losses import Job
 
 
 TRAIN_SECONDS: Final = 60.0
-"""Time that the check before the first step of a training run may take."""
+"""Maximum time of the check before the first training step."""
 
 
 def check(command: CheckCommand) -> int:
-    """Checks a plan file, and prints the result.
+    """Compares a plan file with one device, and prints the result.
 
     Args:
         command: Options of the command.
 
     Returns:
-        0; 1 if the plan differs from one device.
+        Exit status: 0, or 1 if the plan differs from one device.
     """
     job, plan = planned_job(command.plan, command.model, command.set)
     with Working("checking", quiet=command.quiet):
@@ -56,7 +56,7 @@ def check(command: CheckCommand) -> int:
 def check_before_training(
     job: Job, model: Any, batch: Any, plan: Plan, console: Console
 ) -> CheckResult | None:
-    """Checks the plan of a training run, if that takes less than a minute.
+    """Compares the plan of a training run with one device, for at most a minute.
 
     Args:
         job: Job to train.
@@ -66,7 +66,8 @@ def check_before_training(
         console: Console to write to.
 
     Returns:
-        The result; None if time was short or nothing could run, which is printed.
+        The result. None if time ran out or the check could not run; the reason is
+        printed.
 
     Raises:
         WhaleError: The plan differs from one device.
@@ -89,14 +90,14 @@ def check_before_training(
         return None
     if not result.is_right:
         raise WhaleError(
-            f"--check: {result}\nNothing was trained. Train by another plan, such as "
-            "one with another --mesh, and please report this one"
+            f"--check: {result}\nNothing was trained. Train with another plan, such as "
+            "one with another --mesh, and please report this plan"
         )
     worst = result.worst
     console.print(
         f"checked at reduced sizes on {worst.num_devices} virtual devices in "
         f"{result.seconds:.0f} s: the largest error of a gradient or parameter is "
-        f"{worst.error:.1e}, and may be {worst.limit:.1e}",
+        f"{worst.error:.1e} (limit {worst.limit:.1e})",
         markup=False,
     )
     return result

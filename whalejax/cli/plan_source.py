@@ -1,8 +1,8 @@
-"""Checks the words in a plan file from which the command line makes its model.
+"""Checks the model and its options in a plan file before the model is built.
 
-A plan records the words of the command line with which it was made, and ``whalejax
-verify`` makes the model from them again. Anybody can write such words; a model that is
-larger than the plan's parameters could take all memory, or run for ever.
+A plan file records the model and options of ``whalejax plan``, and commands such as
+``whalejax verify`` build the model from them. A manipulated file could name a model so
+large that it takes all memory or never ends.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ if TYPE_CHECKING:
 
 
 SMALL: Final = 1024
-"""Value that any option may have, for any parameters."""
+"""Largest value of an option that is always accepted."""
 
 _NO_SIZE: Final = frozenset(("seed", "warmup_steps"))
-"""Options of reference models that do not enlarge the model."""
+"""Options of reference models that do not change the model's size."""
 
 
 def check_source(plan: Plan, name: str) -> None:
-    """Refuses options of a reference model that are larger than the plan's model.
+    """Refuses options of a reference model that are larger than the plan's arrays.
+
+    The limit is the largest dimension of the plan's parameters and batch, the number of
+    parameters, or ``SMALL``.
 
     Args:
         plan: Plan from a file.
         name: Name of the plan's file.
 
     Raises:
-        PlanError: Options do not match a model of these parameters; lists all.
+        PlanError: Some options are above the limit; lists all.
     """
     shapes = [*(x.shape for x in plan.leaves), *(x.shape for x in plan.batch)]
     sizes = [size for shape in shapes for size in shape]
     most = max([SMALL, len(plan.leaves), *sizes])
     problems = Problems(
-        f"{name} is a damaged plan: its model is made with options that its parameters "
-        "do not have. Make it again with whalejax plan, or name the model with --model "
+        f"{name} is a damaged plan: the options of its model do not match its "
+        "parameters. Make it again with whalejax plan, or name the model with --model "
         "and --set",
         PlanError,
     )
@@ -52,7 +55,7 @@ def check_source(plan: Plan, name: str) -> None:
         if option in _NO_SIZE or isinstance(value, str | bool):
             continue
         if not abs(value) <= most:
-            problems.add(f"{option}={value}; its largest size is {most}")
+            problems.add(f"{option}={value}; expected at most {most}")
     problems.raise_if_any()
 
 
@@ -67,27 +70,26 @@ def planned_job(
         settings: Options of that model.
 
     Raises:
-        WhaleError: Settings are given without a model; or the plan names no model, one
-            with impossible options, or a file of code, which only the user may choose
-            to run.
+        WhaleError: Options are given without a model. Or ``model`` is None, and the
+            plan names no model, a model with impossible options, or a file of code.
     """
     from whalejax.planner.plan.plan import Plan
 
     if settings and model is None:
-        raise WhaleError("--set changes --model; give both, or neither")
+        raise WhaleError("--set was given without --model; give both, or neither")
     plan = Plan.load(path)
     source = plan.source if model is None else (model, *settings)
     if not source:
         raise WhaleError(
-            f"{path} does not say which model it is for, because it was made from "
-            "Python. Name the model with --model (and --set), or call plan.verify(…), "
-            "wh.check(…) or step.profile(…) where the plan is made"
+            f"{path} was made from Python and does not name its model. Name the model "
+            "with --model and --set, or call plan.verify(…), wh.check(…) or "
+            "step.profile(…) in the Python code"
         )
     if model is None and is_file(source[0]):
         words = " ".join(["--set", *map(shlex.quote, source[1:])] * (len(source) > 1))
         raise WhaleError(
-            f"{path} says that its model is made by {quoted(source[0])}. A plan file "
-            "does not choose which code runs: if that file is yours, name it, with "
+            f"the model of {path} is in {quoted(source[0])}, which does not run only "
+            "because a plan file names it. If you trust that file, give "
             f"--model {shlex.quote(source[0])}{words and f' {words}'}"
         )
     if model is None:

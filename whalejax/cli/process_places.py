@@ -1,4 +1,4 @@
-"""Places of an elastic run's processes: on this machine, or with agents."""
+"""Chooses the machines of an elastic run: this machine, or those of agents."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 def check_places(
     command: LaunchCommand | TrainCommand, most: int, problems: Problems
 ) -> None:
-    """Records errors in the places of processes.
+    """Records errors in the options that choose the machines of processes.
 
     Args:
         command: Options of the command.
-        most: Number of processes of the run, spares included.
+        most: Largest number of processes of the run, including spares.
         problems: Collector of the command's errors.
     """
     hosts = _hosts(command)
@@ -43,21 +43,21 @@ def check_places(
             listen(command.host).close()
         except (OSError, UnicodeError) as error:
             problems.add(
-                f"--host is {command.host!r}, where this machine cannot listen "
-                f"({getattr(error, 'strerror', None) or error}). Give one of its own "
-                "addresses, or 0.0.0.0 for all of them"
+                f"--host is {command.host!r}, at which this machine cannot listen "
+                f"({getattr(error, 'strerror', None) or error}). Give an address of "
+                "this machine, or 0.0.0.0 for all its addresses"
             )
     if hosts:
         check_hosts(problems, hosts, most, shell_words(command.remote_shell))
     if hosts and command.ray is not None:
         problems.add(
-            f"--hosts is {command.hosts} with --ray {command.ray}; agents are started "
-            "by one of the two. Leave one out"
+            f"--hosts is {command.hosts} with --ray {command.ray}; only one of them "
+            "can start the agents. Leave one out"
         )
     if not hosts and command.remote_shell != _REMOTE_SHELL:
         problems.add(
-            f"--remote-shell is {command.remote_shell} without --hosts, and is used "
-            "for these only. Leave it out, or name hosts"
+            f"--remote-shell is {command.remote_shell} without --hosts. Leave it out, "
+            "or name hosts"
         )
 
 
@@ -65,11 +65,14 @@ def check_places(
 def start_agents(
     command: LaunchCommand | TrainCommand, run: Supervised
 ) -> Iterator[Supervised]:
-    """Starts the agents that a command asks for; yields the run with their places.
+    """Starts the agents of a run, which end with the context.
 
     Args:
         command: Options of the command.
-        run: Run of the command; its agents end with the context.
+        run: Run of the command.
+
+    Yields:
+        The run, with the machines of the agents.
 
     Raises:
         WhaleError: An agent cannot be started.
@@ -113,5 +116,5 @@ def _hosts(command: LaunchCommand | TrainCommand) -> tuple[str, ...]:
 
 
 def address_for(hosts: Sequence[str]) -> str:
-    """Returns the address at which agents of these hosts reach this machine."""
+    """Returns the address at which agents on these hosts reach this machine."""
     return "127.0.0.1" if all(map(is_here, hosts)) else socket.gethostname()

@@ -1,7 +1,4 @@
-"""Progress of plans and compilations on a terminal, with the elapsed time.
-
-It is separate from ``show`` because it updates while something runs.
-"""
+"""Shows the progress of planning and compilation on a terminal, with elapsed times."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ _LEAST_SHARE = 0.02
 
 
 def remark(console: Console, text: str) -> None:
-    """Prints a line about the next activity, unless the terminal is unattended.
+    """Prints a line about the next activity, unless nobody watches the terminal.
 
     Args:
-        console: Console to write to; a quiet one prints nothing.
+        console: Console to write to. Nothing is printed if it is quiet.
         text: Text without markup.
     """
     if not unattended():
@@ -40,14 +37,14 @@ def remark(console: Console, text: str) -> None:
 class Working:
     """Display of the current activity and its duration on a terminal.
 
-    It goes to standard error, and is removed at the end. Activities of a second or more
-    leave one line with the time of each part. Nothing is shown if standard error is no
-    terminal, under continuous integration, or if ``quiet``.
+    At the end the display is removed. An activity of a second or more leaves one line
+    with the time of each part. Nothing is shown if the output is no terminal, under
+    continuous integration, or if ``quiet``.
 
     Args:
         title: Title of the activity, such as ``"planning"``.
         quiet: Whether to show nothing.
-        console: Console to write to, if not standard error.
+        console: Console to write to; standard error by default.
         clock: Monotonic clock, in seconds.
     """
 

@@ -1,8 +1,7 @@
-"""Repeats the first steps on one device, to compare the losses.
+"""Repeats the first training steps on one device, to compare the losses.
 
-The plan for one device computes the same as the plan for many, without exchanges: if
-their losses agree, the distribution changed nothing. The command line does this after a
-training run; the module is separate because it needs nothing of the command line.
+If the losses on one device and on several agree, the distribution did not change the
+result. ``whalejax train --replay`` does this after a run.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from whalejax.user_code.losses import Job
 
 
 def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
-    """Returns the step of a job on the first device alone.
+    """Returns the training step of a job on the first device only.
 
     Args:
         job: Job to train.
-        model: Its model, abstract or real.
-        batch: A global batch of it.
-        plan: Plan for many devices, from which precision and micro-batches are taken.
+        model: Model of the job, abstract or real.
+        batch: A global batch of the job.
+        plan: Plan for many devices. The step has the same precision and micro-batches.
 
     Raises:
         WhaleError: The model does not fit on one device.
@@ -55,9 +54,9 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
 
 
 def one_device(cluster: Cluster) -> Cluster:
-    """Returns a cluster of the first device alone.
+    """Returns a cluster with only the first device.
 
-    Virtual CPU devices share one memory; a single one may use all of it.
+    If the devices are virtual CPUs that share a memory, this device may use all of it.
 
     >>> from whalejax.meshes import cluster
     >>> one_device(cluster("h100:4x8")).num_devices
@@ -79,14 +78,14 @@ def replay(
     steps: int,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[float, ...]:
-    """Returns the losses of a few steps.
+    """Runs a number of steps, and returns their losses.
 
     Args:
         step: Result of ``one_device_step``.
         state: State at the beginning of the compared run; its buffers are donated.
         batches: Returns the global batch of a step, counted from 0.
         steps: Number of steps.
-        on_step: Called with the number of steps replayed.
+        on_step: Called after each step with the number of steps so far.
 
     Raises:
         WhaleError: A loss is not finite.
@@ -98,8 +97,8 @@ def replay(
         losses.append(float(metrics["loss"]))
         if not math.isfinite(losses[-1]):
             raise WhaleError(
-                f"step {index + 1} on one device: the loss is {losses[-1]}; on "
-                "several it was finite. The two do not compute the same"
+                f"step {index + 1} on one device: the loss is {losses[-1]}, but was "
+                "finite on several devices. The results differ"
             )
         if on_step is not None:
             on_step(len(losses))
@@ -109,9 +108,7 @@ def replay(
 def max_relative_difference(
     losses: Sequence[float], references: Sequence[float]
 ) -> float:
-    """Returns the largest relative difference over the steps that both have.
-
-    It is |loss - reference| / |reference|.
+    """Returns the largest ``|loss - reference| / |reference|`` over the common steps.
 
     >>> max_relative_difference([2.0, 1.0, 0.5], [2.0, 1.25])
     0.2

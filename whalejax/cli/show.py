@@ -1,8 +1,7 @@
-"""Plans on a terminal, in colour.
+"""Prints plans on a terminal in colour, with rich.
 
-``print(plan)`` needs only Python; this module prints the same lines in colour with
-rich, so it is separate. It imports no JAX: a plan file can be shown at once, on any
-machine.
+It prints the lines of ``print(plan)``, which needs no rich. This module imports no JAX,
+so that ``whalejax show`` starts at once.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Coloured lines that adapt to a width, as an object that rich prints."""
+    """Lines of a plan in colour, formatted by rich for the width of the console."""
 
     of_width: Callable[[int], list[Line]]
 
@@ -59,11 +58,12 @@ def print_plan(plan: Plan, console: Console, *, all_rows: bool = False) -> None:
 
 
 def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
-    """Formats a plan with its predicted time and memory, parameters and traffic.
+    """Formats a plan with its time, memory, parameters, traffic and reasons.
 
     Args:
         plan: The plan.
-        all_rows: Whether to show more than the largest parameters, traffic and reasons.
+        all_rows: Whether to show all parameters, traffic and reasons, not only the
+            largest.
 
     Returns:
         An object that ``rich`` prints.

@@ -1,4 +1,4 @@
-"""``whalejax swarm``: leads a run, alone or with others, joins one, or shows one."""
+"""``whalejax swarm``: serves, trains, joins or shows a swarm."""
 
 from __future__ import annotations
 
@@ -42,52 +42,52 @@ FindJob = Callable[[str, Mapping[str, Any]], Job]
 
 _ASK_SECONDS: Final = 10.0
 _LISTENS_SECONDS: Final = 30.0
-"""Time that a joining process waits for a registry that was started with it."""
+"""Time that a joining process waits for a registry to start listening."""
 
 _AGAIN_SECONDS: Final = 0.5
 _SILENT_SECONDS: Final = 5.0
-"""Time after which a message says that the registry does not answer."""
+"""Time without an answer of the registry after which a message reports it."""
 
 _MOST: Final = 2**20
 _EVENTS: Final = {
     "joined": "{peer} serves stage {stage} from step {step} on",
     "left": "{peer} has left stage {stage}",
-    "lost": "{peer} is lost with {parts} parts of the step, which are computed again: "
-    "{why}",
+    "lost": "{peer} is lost; its {parts} parts of the step are computed again: {why}",
     "failed": "{peer} failed: {why}",
-    "refused": "what {peer} sent was refused: {why}",
-    "differs": "{peer} has another state than its mates and takes theirs: {why}",
-    "not synced": "{peer} did not take the state: {why}",
+    "refused": "data from {peer} was refused: {why}",
+    "differs": "{peer} differs from the other peers of its stage and copies their "
+    "state: {why}",
+    "not synced": "{peer} did not copy the state: {why}",
     "waiting": "step {step} waits for a peer of stage {stages}",
-    "resumed": "step {step} goes on",
-    "went back": "all peers of stage {stage} are lost; from step {before} the run goes "
-    "back to step {step}",
-    "moves": "{peer} is to move from stage {source} to stage {target}",
-    "moved": "{peer} serves stage {target} and no longer stage {source}",
-    "unreached": "{peer} does not reach {other}, which answers here; {dropped} is "
-    "dropped: {why}",
-    "restored": "goes on from the checkpoint of step {step}",
+    "resumed": "step {step} continues",
+    "went back": "all peers of stage {stage} are lost; the run returns from step "
+    "{before} to step {step}",
+    "moves": "{peer} moves from stage {source} to stage {target}",
+    "moved": "{peer} now serves stage {target} instead of stage {source}",
+    "unreached": "{peer} cannot reach {other}, which the registry reaches; {dropped} "
+    "is dropped: {why}",
+    "restored": "continues from the checkpoint of step {step}",
     "saved": "step {step} is saved as {path}",
     "not_saved": "no checkpoint of step {step}: {why}",
     "not written": "{why}",
     "trainer joined": "{trainer} leads micro-batches",
     "trainer left": "{trainer} leads no more micro-batches",
-    "trainer lost": "trainer {trainer} is lost, what it led is led by others: {why}",
-    "gave back": "{trainer} does not lead micro-batch {number}: {why}",
-    "not counted": "micro-batch {number} is led by another trainer: {why}",
+    "trainer lost": "trainer {trainer} is lost; others lead its micro-batches: {why}",
+    "gave back": "{trainer} returned micro-batch {number}: {why}",
+    "not counted": "another trainer leads micro-batch {number}: {why}",
     "note": "{why}",
 }
 
 
 def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
-    """Leads a run.
+    """Serves the registry of a run, and trains.
 
     Args:
         command: Options of the command.
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: An option is out of range, the job cannot be cut into stages, or the
+        WhaleError: An option is invalid, the job cannot be divided into stages, or the
             run cannot start or continue.
     """
     _check(command)
@@ -98,7 +98,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     from whalejax.swarm_runtime.swarm_process import open_listener
     from whalejax.wire.keys import make_key
 
-    # First, so that joining processes see that the registry starts, while it traces.
+    # Listen before tracing the job, so that joining processes know to wait.
     make_key(command.key)
     with open_listener("the registry", command.host, command.port) as listening:
         return _serve(command, find_job, listening)
@@ -177,7 +177,7 @@ def _print_steps(
 
 
 def _print(line: str) -> None:
-    """Prints a line in one call, as other threads print too."""
+    """Prints a line in one call, because several threads print."""
     print(f"{line}\n", end="", flush=True)
 
 
@@ -195,10 +195,10 @@ def _step_words(
 
 def _unsaved(command: SwarmServeCommand, step: int) -> str:
     if command.save is None:
-        return f"ended after step {step}; nothing is saved without --save"
+        return f"ended after step {step}; nothing was saved, without --save"
     return (
-        f"ended after step {step}; steps behind the newest checkpoint in "
-        f"{command.save} are not saved, one of every {command.save_every} is"
+        f"ended after step {step}; steps after the newest checkpoint in "
+        f"{command.save} are lost (--save-every {command.save_every})"
     )
 
 
@@ -213,15 +213,15 @@ def _words(kind: str, more: Mapping[str, Any]) -> str:
 
 
 def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
-    """Serves a stage of a run.
+    """Serves a stage of a run as a peer.
 
     Args:
         command: Options of the command.
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: An option is out of range, the key file is missing, the registry
-            cannot be reached or refuses this peer, or the peer ended unexpectedly.
+        WhaleError: An option is invalid, the key file is missing, the registry cannot
+            be reached or refuses this peer, or the peer ended unexpectedly.
     """
     _check(command)
     from whalejax.swarm_runtime.peer import Peer
@@ -247,20 +247,20 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         number = "?" if stage is None else stage.number
         return f"{peer.name} serves stage {number} of {cut.stages}"
 
-    _until_over(peer, started, "leaving when the step is over")
+    _until_over(peer, started, "leaving after this step")
     return 0
 
 
 def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
-    """Leads part of each step of a run.
+    """Leads some micro-batches of each step, as a secondary trainer.
 
     Args:
         command: Options of the command.
         find_job: Returns the job for a model's name.
 
     Raises:
-        WhaleError: An option is out of range, the key file is missing, the registry
-            cannot be reached or refuses this trainer, or it ended unexpectedly.
+        WhaleError: An option is invalid, the key file is missing, the registry cannot
+            be reached or refuses this trainer, or the trainer ended unexpectedly.
     """
     _check(command)
     from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
@@ -279,14 +279,14 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         tell=lambda kind, **more: say(f"whalejax: {_words(kind, more)}"),
     )
     said = f"{trainer.name} leads micro-batches of {joined_address(*address)}"
-    _until_over(trainer, lambda: said, "leaving when what it leads is through")
+    _until_over(trainer, lambda: said, "leaving after its micro-batches")
     return 0
 
 
 def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
 ) -> tuple[Address, Key, Terms]:
-    """Returns the registry's address, key and terms, once it listens."""
+    """Waits for the registry, and returns its address, key and terms."""
     address = split_address(command.registry, "HOST:PORT")
     begun, waits = time.monotonic(), False
     most = min(command.patience, _LISTENS_SECONDS)
@@ -326,11 +326,7 @@ def _cut_by(
 def _until_over(
     process: Peer | SecondaryTrainer, started: Callable[[], str], leaving: str
 ) -> None:
-    """Runs a process of a swarm until the run is over or it has left.
-
-    Raises:
-        WhaleError: It cannot start, or ended unexpectedly.
-    """
+    """Runs a peer or trainer until the run is over or this process has left."""
     asked = 0
 
     def leave(*_: Any) -> None:
@@ -338,7 +334,7 @@ def _until_over(
         asked += 1
         if asked > 1:
             raise KeyboardInterrupt
-        say(f"whalejax: {leaving}; once more to go at once")
+        say(f"whalejax: {leaving}; interrupt again to end at once")
         process.leave()
 
     try:
@@ -364,10 +360,10 @@ def _until_over(
 
 
 def show(command: SwarmShowCommand) -> int:
-    """Shows a run.
+    """Prints the state of a run.
 
     Args:
-        command: The options.
+        command: Options of the command.
 
     Raises:
         WhaleError: The address or key file is invalid, or no registry answers.
@@ -385,7 +381,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     """Returns the text of ``whalejax swarm show``.
 
     Args:
-        found: The registry's answer.
+        found: State of the run, as the registry sent it.
     """
     lost = {
         name: "" if found[name] is None else f" (relative error {found[name]:.2g})"
@@ -396,7 +392,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
         f"loss {loss}, wire {found['wire']}{lost['wire_error']}, sums in "
         f"{found['sum_wire']}{lost['sum_error']}",
-        f"ledger: {found['left']} parts of the step under way are not counted yet",
+        f"ledger: {found['left']} parts of the current step are not counted yet",
         ", ".join(
             f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()
         ),
@@ -404,7 +400,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     for trainer in found["trainers"]:
         failed = trainer["counts"].get("failed", 0)
         lines.append(
-            f"trainer {trainer['name'] or 'of this registry'}  {trainer['address']}  "
+            f"trainer {trainer['name'] or 'with the registry'}  {trainer['address']}  "
             f"{trainer['state']}  leads {trainer['leads']}  has led {trainer['led']}"
             + (f"  {failed} failed" if failed else "")
         )
@@ -421,7 +417,11 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 class _Absent(WhaleError):
-    """No registry answers at an address; ``starts`` if something listens there."""
+    """No registry answers at an address.
+
+    Attributes:
+        starts: Whether a process listens there that may still start the registry.
+    """
 
     def __init__(self, text: str, *, starts: bool = False) -> None:
         super().__init__(text)
@@ -435,8 +435,8 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
     except UnansweredError as error:
         text = (
             f"{joined_address(*address)}: no registry of a swarm answers there with "
-            f"this key ({error}). Give the address that whalejax swarm serve says it "
-            "listens at, and a copy of its key file"
+            f"this key ({error}). Give the address that whalejax swarm serve prints, "
+            "and a copy of its key file"
         )
         if isinstance(error, UnreachableProcessError) and not error.hopeless:
             raise _Absent(text, starts=error.late) from None
@@ -448,7 +448,6 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuses numbers that no run can have."""
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):
         limits = {
@@ -469,8 +468,8 @@ def _check(
         for name, given in places.items():
             if given is not None and not command.processes:
                 problems.add(
-                    f"--{name} is {given} without --processes, how many peers are "
-                    "started there. Give it"
+                    f"--{name} is {given} without --processes, the number of peers to "
+                    "start there. Give --processes"
                 )
         waits = {
             "call-timeout": command.call_timeout,

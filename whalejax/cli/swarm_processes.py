@@ -1,4 +1,4 @@
-"""``whalejax swarm serve --processes``: a registry and its peers, kept running."""
+"""``whalejax swarm serve --processes``: runs and restarts a registry and its peers."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     with Problems("whalejax swarm serve --processes") as problems:
         if command.save is None:
             problems.add(
-                "--processes was given without --save DIR, from whose newest "
-                "checkpoint a registry goes on that was killed. Give it"
+                "--processes was given without --save DIR, from which a restarted "
+                "registry continues. Give --save DIR"
             )
         if not command.port:
             problems.add(
-                "--port is 0 with --processes, and peers find a registry that was "
-                "started again where it was before. Give a port from 1 to 65535"
+                "--port is 0 with --processes; a restarted registry needs the same "
+                "port. Give a port from 1 to 65535"
             )
         check_hosts(problems, hosts, count, shell)
         if len(here) < count and is_loopback(command.host):
             problems.add(
                 f"--host is {command.host}, which the machines of {_engine(command)} "
-                f"cannot reach. Give it as {socket.gethostname()}, or another address "
-                "of this machine"
+                f"cannot reach. Give {socket.gethostname()}, or another address of "
+                "this machine"
             )
         if why := refusal(gpus, len(here)):
             problems.add(f"--processes: {why}")
@@ -81,7 +81,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     programs = [KeptCommand(name="registry", command=_words("serve", registry))]
     for place in range(count):
         host = hosts[place % len(hosts)]
-        # The address of a node that an engine will give is known there only.
+        # The address of a node that Slurm or Ray allocates is unknown here.
         reached = command.host if place in here else host if named else "0.0.0.0"  # noqa: S104
         words = _words("join", _join(command, reached))
         name, own, release = f"peer-{place + 1}", dict[str, str](), list[str]()
@@ -101,7 +101,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
 
 
 def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
-    """Returns the words that run a command on a host, and the hosts' names."""
+    """Returns the command that runs another command on a host, and the hosts' names."""
     given = {
         "--hosts": None if command.hosts == HERE.hosts else command.hosts,
         "--slurm": command.slurm,
@@ -111,13 +111,13 @@ def _places(command: SwarmServeCommand) -> tuple[Sequence[str], list[str]]:
     with Problems("whalejax swarm serve --processes") as problems:
         if len(both) > 1:
             problems.add(
-                f"{' and '.join(both)} were given; one of them starts the peers. Leave "
-                "out the others"
+                f"{' and '.join(both)} were given; only one of them can start the "
+                "peers. Leave out the others"
             )
         if command.peer_gpus and command.ray is None:
             problems.add(
-                f"--peer-gpus is {command.peer_gpus} without --ray, whose actors have "
-                "them. Leave it out, or name GPUs in the options of --slurm"
+                f"--peer-gpus is {command.peer_gpus} without --ray. Leave it out; for "
+                "--slurm, give GPUs in its options"
             )
     numbers = range(1, command.processes + 1)
     if command.slurm is not None:

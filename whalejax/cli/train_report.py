@@ -1,7 +1,4 @@
-"""Report of a training session, as numbers and as text.
-
-The command line prints both; scripts read the numbers, so their names are fixed here.
-"""
+"""Report of a training session, as text or as numbers with fixed names for scripts."""
 
 from __future__ import annotations
 
@@ -13,25 +10,26 @@ from whalejax.planner.plan.report.headline import flops_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """Report of a session; the command line prints it as JSON.
+    """Report of a session; ``whalejax train --json`` prints it.
 
     Attributes:
         model: Name of the job.
         steps: Number of steps done in this session.
-        loss_first, loss_last: Loss of its first and last step; None without steps.
-        max_rel_diff_vs_one_device: Largest relative difference between the losses and
-            those of one device, or None if nothing was replayed.
+        loss_first, loss_last: Loss of the first and last of these steps, or None.
+        max_rel_diff_vs_one_device: Largest relative difference between a loss and that
+            of the same step on one device, or None without ``--replay``.
         mesh: Mesh axes and sizes.
-        predicted_step_s: Seconds of a step that the plan predicts.
-        measured_step_s: Median seconds of a step, or None if too few were done.
-        tokens_per_s, samples_per_s: Measured speed, or None if too few steps were done;
+        predicted_step_s: Seconds of a step, as predicted by the plan.
+        measured_step_s: Median measured seconds of a step; None after too few steps.
+        tokens_per_s, samples_per_s: Measured speed; None after too few steps.
             ``tokens_per_s`` is also None if the batch has no tokens.
         seconds: Seconds since the command began.
-        checked_error: Largest error of a gradient or parameter of the plan at reduced
-            sizes; None if it was not checked.
+        checked_error: Largest error of a gradient or parameter in ``--check``; None
+            without a check.
         parameters: Number of elements of all parameters.
-        device_flops_per_s: Measured mean FLOP/s of one device, without recomputation.
-        utilization: Fraction of the devices' peak that is used (MFU).
+        device_flops_per_s: Measured FLOP/s of the model per device, on average and
+            without recomputation.
+        utilization: Used fraction of the devices' peak FLOP/s (MFU).
     """
 
     model: str
@@ -52,10 +50,10 @@ class TrainReport:
 
 
 def words_of(report: TrainReport) -> list[str]:
-    """Returns the report as lines of text, without empty ones."""
+    """Returns the report as lines of text."""
     lines = []
     if report.loss_first is None:
-        lines.append("nothing to do: all steps were done before")
+        lines.append("nothing to do: all steps were already done")
     else:
         lines.append(
             f"loss {report.loss_first:.4f} to {report.loss_last:.4f} in "
@@ -70,7 +68,7 @@ def words_of(report: TrainReport) -> list[str]:
         lines.append(_speed_text(report))
     if report.max_rel_diff_vs_one_device is not None:
         lines.append(
-            "largest relative difference of a loss to one device's: "
+            "largest relative difference from a loss on one device: "
             f"{report.max_rel_diff_vs_one_device:.1e}"
         )
     return lines

@@ -1,6 +1,6 @@
 """A training session of the command line: plan, compile, train, replay, report.
 
-Each part is in a separate module; this one runs them in order and reports the outcome
+Each part is in a separate module. This module runs them in order, and prints the report
 as text and as one JSON object.
 """
 
@@ -59,8 +59,8 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
         started: ``time.monotonic()`` when the command began.
 
     Raises:
-        WhaleError: The options contradict each other, no plan fits, the plan is for
-            another machine, or the loss is not finite.
+        WhaleError: Options contradict each other, no plan fits, the plan is for another
+            machine, or a loss is not finite.
     """
     check_options(options)
     with hold_folder(options.save):
@@ -68,7 +68,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
 
 
 def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
-    # The first of several processes prints.
+    # Only the first process prints.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
     model = job_plans.abstract_model(job)
@@ -95,11 +95,8 @@ def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
     return report
 
 
-# Before anything runs.
-
-
 def check_options(options: TrainCommand) -> None:
-    """Finds conflicting options, before anything takes time.
+    """Refuses conflicting options, before the model is traced.
 
     Raises:
         WhaleError: Options conflict; lists all problems.
@@ -109,8 +106,8 @@ def check_options(options: TrainCommand) -> None:
     if options.plan is not None:
         for name, words in given_plan_options(options):
             problems.add(
-                f"{name} {words} was given with --plan {options.plan}, which "
-                "decides it. Leave it out, or make another plan with whalejax plan"
+                f"{name} {words} was given with --plan {options.plan}, which fixes "
+                f"it. Leave out {name}, or make another plan with whalejax plan"
             )
     if options.best_mode is not None and options.best is None:
         problems.add(
@@ -119,28 +116,29 @@ def check_options(options: TrainCommand) -> None:
         )
     if options.spares and options.processes is None:
         problems.add(
-            f"--spares is {options.spares} without --processes MIN:MAX, of which they "
-            "step in for lost ones. Give both, or leave it out"
+            f"--spares is {options.spares} without --processes MIN:MAX. Give both, or "
+            "leave --spares out"
         )
     if options.restarts and options.processes is None:
         problems.add(
-            f"--restarts is {options.restarts} without --processes, whose lost "
-            "processes are restarted. Give both, or leave it out"
+            f"--restarts is {options.restarts} without --processes. Give both, or "
+            "leave --restarts out"
         )
     if options.noise_scale and options.processes is None:
         problems.add(
             "--noise-scale was given without --processes MIN:MAX, whose replicas "
-            "measure it. Give both, or leave it out"
+            "measure it. Give both, or leave --noise-scale out"
         )
     for name in given_places(options) if options.processes is None else ():
         problems.add(
-            f"{name} was given without --processes MIN:MAX, whose processes run there. "
-            "Give both, or leave it out"
+            f"{name} was given without --processes MIN:MAX. Give both, or leave "
+            f"{name} out"
         )
     if options.check and options.processes is not None:
         problems.add(
-            "--check was given with --processes MIN:MAX, whose members plan for "
-            "themselves. Check such a plan by itself: whalejax plan -o, whalejax check"
+            "--check was given with --processes MIN:MAX, whose processes plan "
+            "themselves. Make such a plan with whalejax plan -o, and check it with "
+            "whalejax check"
         )
     check_table_options(options, problems)
     _check_save(options, problems)
@@ -148,9 +146,9 @@ def check_options(options: TrainCommand) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Returns why no checkpoints can be written below a path, as text after its name.
+    """Returns why no checkpoint can be written below a path, to print after the path.
 
-    Raises ``OSError`` if the file system cannot tell whether the path exists.
+    Returns an empty text if one can.
     """
     if path.parts and path.parts[0].endswith(":"):
         return (
@@ -167,8 +165,8 @@ def _unwritable(path: Path) -> str:
         return f"{inside} is a file; expected a directory"
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         return (
-            f": {there} cannot be read and written. Give another directory, or leave "
-            "to write there"
+            f": {there} cannot be read and written. Give another directory, or change "
+            "its permissions"
         )
     return ""
 
@@ -176,7 +174,7 @@ def _unwritable(path: Path) -> str:
 def _check_save(options: TrainCommand, problems: Problems) -> None:
     if options.save is None:
         if options.resume:
-            problems.add("--resume was given without --save DIR; say where from")
+            problems.add("--resume was given without --save DIR. Give both")
         for name, value in (("--keep", options.keep), ("--best", options.best)):
             if value is not None:
                 problems.add(
@@ -186,7 +184,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> None:
         return
     try:
         problem = _unwritable(options.save)
-    except OSError as error:  # Such as too long a name, or a circular link.
+    except OSError as error:  # for example too long a name, or a circular link
         problem = f": {error.strerror or error}. Give another directory"
     if problem:
         problems.add(f"--save {options.save}{problem}")
@@ -195,7 +193,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> None:
     if save is not None and not options.resume:
         problems.add(
             f"--save {options.save} holds checkpoints already, the latest "
-            f"{save.name}. Go on from it with --resume, or give another directory"
+            f"{save.name}. Continue from it with --resume, or give another directory"
         )
 
 
@@ -204,7 +202,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         plan = Plan.load(options.plan)
     else:
         plan = _planned(job, model, options, console)
-    devices_of(plan, None)  # before the plan is shown as if it could run
+    devices_of(plan, None)  # refuses a plan that cannot run, before it is shown
     return plan
 
 
@@ -213,7 +211,7 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
         return _with_tables(job, model, options)
     settings = plan_settings(options)
     if options.cluster is None:
-        remark(console, "planning; these devices are measured once, for at most 20 s")
+        remark(console, "planning; first measuring the devices, for at most 20 s")
     with Working("planning", quiet=console.quiet):
         return job_plans.make_plan(
             job,
@@ -231,9 +229,6 @@ def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
         staleness=options.staleness,
         **plan_settings(options),
     )
-
-
-# Running.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +264,7 @@ class _Session:
         return batches_from(self.job, size, step=done, samples=samples)
 
     def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
-        """Trains; returns losses, measured step time and the checkpoint it began from.
-
-        The final state is not kept.
-        """
+        """Trains; returns the losses, step time and first checkpoint, if any."""
         options, job = self.options, self.job
         batch = self.batch_at(0)
         step = compile_step(
@@ -316,8 +308,8 @@ class _Session:
         if scaling is not None and skipped:
             self.console.print(
                 f"{skipped} step{'s' if skipped > 1 else ''} changed nothing, because "
-                "gradients overflowed in float16; the loss scale is "
-                f"{float(scaling.scale):g} now",
+                "gradients overflowed in float16; the loss scale is now "
+                f"{float(scaling.scale):g}",
                 markup=False,
             )
         return done.losses, done.step_seconds, checkpoint
@@ -328,7 +320,7 @@ class _Session:
             words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             self.console.print(f"evaluation at step {number}: {words}", markup=False)
         if done.stopped_early:
-            self.console.print("ended early: evaluations became no better")
+            self.console.print("ended early: evaluations no longer improved")
         if done.best is not None:
             best = done.best
             self.console.print(
@@ -352,7 +344,7 @@ class _Session:
                 markup=False,
             )
         elif options.resume:
-            self.console.print("starting anew: there is no checkpoint to resume from")
+            self.console.print("starting at step 0: no checkpoint to resume from")
         remark(self.console, "compiling; the first step takes longer")
         if or_init:
             return or_init.state, or_init.checkpoint
@@ -364,7 +356,7 @@ class _Session:
         return (work.unit, work.units) if work else ("samples", self.batch_size)
 
     def _warn(self, text: str) -> None:
-        """Prints a warning, even if the user asked for no progress."""
+        """Prints a warning, even with ``--quiet``."""
         if not self.options.quiet:
             self.console.print(text, markup=False)
         elif jax.process_index() == 0:

@@ -1,5 +1,4 @@
-"""Displays for notebooks: HTML and SVG that need no network, no script and no JAX.
+"""Displays plans, searches and runs in notebooks, as static HTML and SVG.
 
-It is separate from ``whalejax.cli.show``, which is for terminals; both show the result
-of ``planner.plan.report.plan_page``. Pictures read plans and never a value of an array.
+Displays of plans read no array, and this package imports no JAX.
 """

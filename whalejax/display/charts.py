@@ -1,8 +1,8 @@
-"""Charts that altair draws: their style, and static drawings of them.
+"""Style of altair charts, and their conversion to static drawings.
 
-Text and lines are of a grey that is readable on white and on black, so that one drawing
-serves light and dark pages. Without the extra ``whalejax[notebook]`` a picture has its
-text and tables, and names the missing extra.
+Text and lines are grey, so that they are readable on light and dark pages. Without the
+extra ``whalejax[notebook]``, a picture has its text and tables, and a note that names
+the extra.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TONE = "#808080"
 """Grey of text and lines, readable on white and on black (4:1 and 5:1)."""
 
 TONES = ["#3b82d6", "#d9731a", "#3f9142", "#c03a6b", "#8a63c9", "#18938a", "#a07b12"]
-"""Colours of series, which shapes or dashes repeat."""
+"""Colours of series; each series has a shape or a dash pattern too."""
 
 DASHES = [[1, 0], [8, 3], [3, 3], [10, 3, 2, 3], [2, 2], [6, 2, 2, 2]]
-"""Dashes of lines, in the order of their colours."""
+"""Dash patterns of lines, in the order of ``COLOURS``."""
 
 LACKING = (
-    '<p>The chart needs altair: pip install "whalejax[notebook]". The words are the '
-    "same without.</p>"
+    '<p>The chart needs altair: pip install "whalejax[notebook]". The text has the '
+    "same numbers.</p>"
 )
 
 
@@ -35,12 +35,12 @@ def needed(
     what: str = "charts",
     instead: str = "print(found) shows the same as a table",
 ) -> Any:
-    """Imports a module of the extra.
+    """Imports and returns a module of the extra ``whalejax[notebook]``.
 
     Args:
         name: Name of the module.
-        what: Displays that need it.
-        instead: Words on what works without it.
+        what: Displays that need the module, for the error's text.
+        instead: Alternative without the module, for the error's text.
 
     Raises:
         WhaleError: The module is not installed.
@@ -56,10 +56,10 @@ def needed(
 
 
 def styled(chart: Any) -> Any:
-    """Returns a chart in the colours of its surroundings.
+    """Returns a chart with colours for light and dark pages.
 
     Args:
-        chart: Complete chart of altair.
+        chart: Altair chart.
     """
     middle = dict.fromkeys(
         ("labelColor", "titleColor", "domainColor", "tickColor"), TONE
@@ -86,10 +86,10 @@ def styled(chart: Any) -> Any:
 
 
 def svg_of(draw: Callable[[Any], Any]) -> str:
-    """Returns a chart as a drawing; empty if the extra is not installed.
+    """Returns a chart as SVG; empty if the extra is not installed.
 
     Args:
-        draw: Returns the chart, given the module ``altair``.
+        draw: Function from the module ``altair`` to the chart.
     """
     try:
         alt, converter = needed("altair"), needed("vl_convert")
@@ -103,7 +103,7 @@ def svg_of(draw: Callable[[Any], Any]) -> str:
 def unit_of(
     values: Sequence[float], units: Sequence[tuple[str, float]]
 ) -> tuple[str, float]:
-    """Returns the unit, and its factor, in which the largest value is at least 1.
+    """Returns the first unit in which the largest value is at least 1, and its factor.
 
     >>> unit_of([0.002, 0.5], (("s", 1.0), ("ms", 1e3)))
     ('ms', 1000.0)

@@ -21,7 +21,7 @@ def bundle(cluster: ClusterData) -> dict[str, str]:
 
 
 def cluster_html(cluster: ClusterData) -> str:
-    """Returns a cluster as a fragment of a page, without its style."""
+    """Returns a cluster as HTML without a style sheet."""
     groups = groupby(cluster.nodes, key=lambda node: (node.kind, node.count))
     nodes = []
     for (kind, count), alike in groups:

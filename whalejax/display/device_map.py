@@ -1,7 +1,4 @@
-"""Maps the shards of a parameter to devices, for any rank and any mesh.
-
-It needs only the plan, whose mesh numbers the devices; no device and no array is read.
-"""
+"""Maps the shards of a parameter to devices, from the plan alone."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ LAYOUTS = {
     "gradients": "gradient_spec",
     "optimizer": "optimizer_spec",
 }
-"""Layouts by name: of the stored parameter, the computation, gradient and state."""
+"""Names of layouts: stored parameter, its use, gradient and optimizer state."""
 
 Part = tuple[tuple[int, int], ...]
-"""Half-open range of each dimension."""
+"""Half-open index range of each dimension."""
 
 _MOST_CELLS = 16
-"""Maximum number of rows and of columns of a grid that are shown."""
+"""Maximum number of rows and of columns of a shown grid."""
 
 _SHARD, _MARGIN, _TOP, _WIDE = 34.0, 62.0, 20.0, 520.0
 _MOST_GRIDS = 8
@@ -43,9 +40,9 @@ class DeviceMap(Picture):
     Attributes:
         path: Path of the parameter.
         shape: Shape of the global array.
-        spec: Layout of the parameter: mesh axes of each dimension.
-        parts: Indices of the devices that hold each part, by its half-open ranges, in
-            the order of the cluster.
+        spec: Mesh axes of each dimension.
+        parts: Indices of the devices that hold each part, by the part's index ranges.
+            Devices are numbered in the order of the cluster.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class DeviceMap(Picture):
         size = shape_text([end - begin for begin, end in part])
         each = f"each on {max(counts)} of {devices} devices"
         if max(counts) == devices:
-            each = "whole on every device" if devices > 1 else "whole on the one device"
+            each = "whole on each device" if devices > 1 else "whole on the only device"
         elif counts == {1}:
             each = f"each on one of {devices} devices"
         number = f"{len(self.parts):,} parts of {size}, " if len(self.parts) > 1 else ""
@@ -116,13 +113,13 @@ def device_map(plan: PlanData, path: str, of: str = "params") -> DeviceMap:
 def parts_of(
     shape: Sequence[int], spec: Spec, axes: Mapping[str, int], first: int = 0
 ) -> dict[Part, list[int]]:
-    """Returns every part of an array and the devices that hold it.
+    """Returns the indices of the devices that hold each part of an array.
 
     Args:
         shape: Shape of the global array.
         spec: Mesh axes of each dimension, outermost first.
-        axes: Sizes of all mesh axes, outermost first; the last one joins neighbours.
-        first: Index of the first device.
+        axes: Sizes of all mesh axes, outermost first.
+        first: Index of the mesh's first device.
 
     >>> parts_of((4,), (("tensor",),), {"data": 2, "tensor": 2})
     {((0, 2),): [0, 2], ((2, 4),): [1, 3]}
@@ -142,7 +139,7 @@ def parts_of(
 
 
 def devices_text(numbers: Sequence[int]) -> str:
-    """Returns a short text of device numbers: runs, or the first and last of many.
+    """Formats device numbers: as ranges, or as the first and last ones of many.
 
     >>> devices_text([0, 1, 2, 3, 8]), devices_text([0, 4, 8, 12, 16, 20, 24, 28])
     ('0–3, 8', '0, 4, 8 … 28 (8 devices)')
@@ -164,7 +161,6 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def _lines(found: DeviceMap) -> list[str]:
-    """Returns one line of text for each part."""
     parts = [*found.parts.items()]
     lines = [
         f"  [{', '.join(map(_range, part))}]  device{'s' * (len(held) > 1)} "
@@ -176,11 +172,11 @@ def _lines(found: DeviceMap) -> list[str]:
     return lines
 
 
-# As a drawing: the array with its shards in colour, and device numbers.
+# The drawing: the array with its shards in colour, and device numbers.
 
 
 def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Returns ranges of every dimension, and the two dimensions with most parts."""
+    """Returns the ranges of each dimension, and the two dimensions with most ranges."""
     bounds = [
         sorted({part[dim] for part in found.parts}) for dim in range(len(found.shape))
     ]
@@ -189,7 +185,7 @@ def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
 
 
 def _draw(found: DeviceMap, title: str) -> str:
-    """Draws shards of two sharded dimensions, and the first part of others."""
+    """Draws the shards along two dimensions, at the first part of the others."""
     bounds, sides = _sides(found)
     rank = len(found.shape)
     if not rank or any(len(bounds[dim]) > _MOST_CELLS for dim in sides):
@@ -224,7 +220,7 @@ def _draw(found: DeviceMap, title: str) -> str:
     return drawing(_MARGIN + _WIDE + 4, _TOP + height + 6, title, "".join(inner))
 
 
-# As tables: two sharded dimensions down and across, a table for each part of others.
+# The tables: two dimensions as rows and columns, and a table for each part of others.
 
 
 def _grids(found: DeviceMap) -> str:

@@ -1,4 +1,4 @@
-"""An elastic run in time: its members, their generations, and lost steps."""
+"""Timeline of an elastic run: its members, generations, steps and repeated steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whalejax.meshes.units import count_text
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 20.0, 4.0, 20.0, 20.0
 _MOST_LANES = 60
 _LONG_STEP = 3.0
-"""Multiple of the median step time above which a wait is drawn as a gap."""
+"""Multiple of the median step time above which a step is drawn as a gap."""
 
 _FILL_OF = {
     "starting": FILLS[7],
@@ -44,13 +44,13 @@ _STEPS, _AGAIN = FILLS[9], FILLS[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSpan:
-    """Period of one member's state.
+    """Period in which a member had one state.
 
     Attributes:
         name: Name of the member.
         state: State, as ``whalejax status`` names it.
         start_seconds, end_seconds: Seconds since the run began.
-        generation: Generation in which it trained, else None.
+        generation: Generation in which the member trained; None if it did not train.
     """
 
     name: str
@@ -62,15 +62,15 @@ class MemberSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """A step, from the previous commit to its own.
+    """Period of a step, from the commit of the previous step to its own.
 
     Attributes:
         step: Number of the step.
         generation: Generation that committed it.
         start_seconds, end_seconds: Seconds since the run began.
-        again: Whether it was committed before, by a generation with lost state.
-        waited: Whether it took more than three times the median: a generation was
-            formed, or a member was waited for.
+        again: Whether the step repeats one whose result was lost.
+        waited: Whether the step took more than three times the median, because a
+            generation was formed or a member was waited for.
     """
 
     step: int
@@ -82,19 +82,19 @@ class StepSpan:
 
 
 class RunTimeline(Picture):
-    """An elastic run in time, from its journal.
+    """Timeline of an elastic run, from its journal.
 
     Attributes:
         status: Status of the run, as ``whalejax status`` shows it.
         spans: Periods of each member, by member and time.
         steps: Committed steps, in order.
         steps_again: Number of repeated steps.
-        waited_seconds: Seconds beyond the median, over steps that took more than three
-            times the median.
+        waited_seconds: Sum over the steps with ``waited`` of their seconds above the
+            median.
     """
 
     def __init__(self, journal: RunJournal) -> None:
-        """Reads the journal and draws the timeline.
+        """Draws the timeline of a journal.
 
         Args:
             journal: Journal of the run.
@@ -125,8 +125,8 @@ class RunTimeline(Picture):
             f"Elastic run: {run.state}, {run.seconds:g} s, {run.steps_done} steps, "
             f"{count_text(len(run.generations), 'generation')}, "
             f"{len(run.lost)} lost or failed{goodput}",
-            f"{count_text(self.steps_again, 'step')} done again; "
-            f"{self.waited_seconds:.1f} s of waits for the next step",
+            f"{count_text(self.steps_again, 'step')} repeated; "
+            f"{self.waited_seconds:.1f} s of waits between steps",
         ]
         for one in run.generations:
             step = max(one.step, 0)
@@ -148,15 +148,16 @@ def run_timeline(
 ) -> RunTimeline:
     """Returns an elastic run's timeline: a drawing in a notebook, else text.
 
-    It shows the state of each member over time, the generations, the steps, repeated
-    steps whose first results were lost, and waits between them.
+    It shows the state of each member over time, the generations, and the steps. Steps
+    that were repeated after their result was lost, and waits, are marked.
 
     Args:
-        folder: Folder of checkpoints (``save``), or of ``whalejax launch``'s logs.
-        run: Number of the folder's run, from 1; default: the newest.
+        folder: Folder of the run's checkpoints (``--save``), or of the logs of
+            ``whalejax launch``.
+        run: Number of the run in the folder, from 1; default: the newest run.
 
     Returns:
-        The timeline; its ``save`` writes it to a file.
+        The timeline, which ``RunTimeline.save`` writes to a file.
 
     Raises:
         WhaleError: An argument is invalid, or the run does not exist.
@@ -168,8 +169,8 @@ def run_timeline(
     journals = journals_of(Path(folder))
     if run is not None and run > len(journals):
         raise WhaleError(
-            f"wh.run_timeline: run is {run}, and {folder} holds {len(journals)}. Give "
-            f"1 to {len(journals)}, or leave it out for the newest"
+            f"wh.run_timeline: run is {run}; expected 1 to {len(journals)}, the number "
+            f"of runs in {folder}. Leave run out for the newest"
         )
     return RunTimeline(journals[-1 if run is None else run - 1])
 
@@ -184,7 +185,7 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
         for name in names if state or event in ("lost", "ended") else ():
             told = changes.setdefault(name, [])
             if event == "registered" and told and told[-1][1] != STATE_OF["started"]:
-                continue  # It rejoined a restarted supervisor.
+                continue  # the member rejoined a restarted supervisor
             told.append((at, state, said["generation"] if event == "begun" else None))
     for name, told in changes.items():
         ends = [*(at for at, _, _ in told[1:]), end - began]
@@ -200,7 +201,7 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
 
 
 def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
-    """Yields the steps between commits; the first one has only an end.
+    """Yields the steps between commits, without the first, whose start is unknown.
 
     ``median`` is the median of the step seconds; 0 if there are too few steps.
     """
@@ -218,7 +219,7 @@ def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
         newest = max(newest, said["step"])
 
 
-# The drawing: a lane of steps, then one for each member.
+# The drawing: a lane of steps, and below it a lane for each member.
 
 
 def _timeline_svg(found: RunTimeline, title: str) -> str:
@@ -260,7 +261,7 @@ def _x(at: float, seconds: float) -> float:
 
 
 def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
-    """Draws consecutive steps of one kind as one block; waits stay empty."""
+    """Draws equal consecutive steps as one block, and steps with ``waited`` as gaps."""
     blocks: list[list[Any]] = []
     for step in steps:
         if step.waited or step.end_seconds <= step.start_seconds:
@@ -279,7 +280,7 @@ def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
             _x(end, seconds) - _x(start, seconds),
             _LANE,
             _AGAIN if again else _STEPS,
-            f"steps {first} to {last}" + ", done again" * again,
+            f"steps {first} to {last}" + ", repeated" * again,
         )
         for start, end, again, first, last in blocks
     ]

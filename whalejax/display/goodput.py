@@ -1,4 +1,4 @@
-"""Useful time over wall time for each way of recovery from failures, as bars."""
+"""Bar chart of the goodput of each way to recover from failures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from whalejax.display.page import Picture, cell, table
 
 
 class GoodputChart(Picture):
-    """Estimated goodput, and that of a trace if one was simulated.
+    """Estimated goodput by way of recovery.
 
     Attributes:
-        bars: Goodput of each way of recovery.
+        bars: Goodput by name, from 0 to 1; also that of a simulated trace, if any.
     """
 
     def __init__(self, text: str, bars: dict[str, float]) -> None:
         """Draws the chart.
 
         Args:
-            text: Text of the estimate; the first line is the title.
-            bars: Goodput of each way of recovery, from 0 to 1.
+            text: Text of the estimate; its first line is the title.
+            bars: Goodput by name, from 0 to 1.
         """
         self.bars = bars
         title, *lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""Gantt chart of jobs over the devices of a cluster, measured and predicted."""
+"""Gantt chart of the devices that jobs held, as measured and as predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREDICTED = FILLS[7]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldDevices:
-    """Period in which a job had the same number of devices.
+    """Period in which a job's number of devices did not change.
 
     Attributes:
         start_seconds, end_seconds: Seconds since the first job was added.
@@ -37,11 +37,11 @@ class JobLane:
 
     Attributes:
         name: Name of the job.
-        arrival_seconds: Time at which it was added.
-        end_seconds: Time of its end; None while it runs.
+        arrival_seconds: Time at which the job was added, since the first job.
+        end_seconds: Time of the job's end; None while it runs.
         outcome: Outcome, such as ``"complete"``; empty while the job runs.
-        held: Periods with devices, in order.
-        predicted: Periods of a simulation of the same jobs; empty without one.
+        held: Periods with devices, in order of time.
+        predicted: Simulated periods; empty if the jobs were not simulated.
     """
 
     name: str
@@ -53,17 +53,17 @@ class JobLane:
 
 
 class JobChart(Picture):
-    """Gantt chart of jobs: each has a lane of the devices that it held.
+    """Gantt chart of jobs, with a lane for each job.
 
-    The bar of a lane is measured; the thin one under it is predicted. A panel shows how
-    many devices were held.
+    The upper bar of a lane shows the devices that the job held, the thin bar below it
+    those of the simulation. A panel shows the number of held devices over time.
 
     Attributes:
         lanes: Jobs in the order in which they were added.
         devices: Number of devices of the cluster.
-        seconds: Time from the first job to the last end, or to now.
-        utilisation: Fraction of the devices' time in which a job held them.
-        predicted_utilisation: The same for the simulation; None without one.
+        seconds: Time from the first arrival to the last end, or to now.
+        utilisation: Fraction of device time that jobs held.
+        predicted_utilisation: Fraction in the simulation; None without a simulation.
     """
 
     def __init__(self, lanes: Sequence[JobLane], devices: int, seconds: float) -> None:
@@ -72,7 +72,7 @@ class JobChart(Picture):
         Args:
             lanes: Jobs in the order in which they were added.
             devices: Number of devices of the cluster.
-            seconds: Time from the first job to the last end, or to now.
+            seconds: Time from the first arrival to the last end, or to now.
         """
         self.lanes, self.devices, self.seconds = tuple(lanes), devices, seconds
         held = [one for lane in self.lanes for one in lane.held]
@@ -166,7 +166,7 @@ def _lane(lane: JobLane, y: float, number: int, span: float) -> Iterator[str]:
 
 
 def _panel(chart: JobChart, y: float, span: float) -> Iterator[str]:
-    """Yields the steps of held devices over time, under the lanes."""
+    """Draws the number of held devices over time, under the lanes."""
     height = _PANEL - 22
     yield words(_LEFT - 8, y + 10, f"{chart.devices} devices", anchor="end")
     yield words(_LEFT - 8, y + height, "0 held", anchor="end")

@@ -1,4 +1,4 @@
-"""Memory per device by term, and the device's memory; one bar for each stage."""
+"""Chart of memory per device by term, with a bar for each stage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0
 _LETTERS = "abcdefghij"
 _MOST_BARS = 64
 _LITTLE = 0.05
-"""Fraction of a device's memory below which bars have their own scale."""
+"""Fraction of a device's memory below which the largest bar sets the scale."""
 
 
 class MemoryChart(Picture):
     """Predicted memory per device, by term.
 
     Attributes:
-        bars: Terms and device memory, by stage; without stages, under "a device".
+        bars: Terms and memory of the device, by stage; "a device" without stages.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -78,10 +78,9 @@ def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
 
 
 def _whole(bars: Bars) -> int:
-    """Returns the bytes at a bar's full width.
+    """Returns the bytes at full width: the largest memory of a device.
 
-    That is the largest device's memory. It is the largest bar instead if that exceeds
-    the memory or is below ``_LITTLE`` of it.
+    If the largest bar exceeds this or is below ``_LITTLE`` of it, returns that bar.
     """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
@@ -152,7 +151,7 @@ def _legend(bars: Bars) -> str:
     room = max(room for _, room in bars.values())
     if _whole(bars) < room:
         found += (
-            f"<p>Little of {gigabytes(room)} is used: bars are drawn to a scale of "
+            f"<p>The plan uses little of {gigabytes(room)}; the full width is "
             f"{gigabytes(_whole(bars))}.</p>"
         )
     if len(bars) > _MOST_BARS:

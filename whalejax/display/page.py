@@ -1,8 +1,8 @@
-"""HTML and SVG as text: escaping, tables, bars, and the style they share.
+"""Makes HTML and SVG as text: pages, tables, bars and drawings with a common style.
 
-All colours are relative to the surrounding text (``currentColor``), so that it is
-readable on light and dark pages; fills are pale under dark text. Colour only repeats
-what text, positions or heights show.
+Text and lines have the colour of the surrounding page (``currentColor``), and fills are
+pale under dark text, so that light and dark pages are readable. All that colour shows
+is also shown by text, positions or heights.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ border:1px solid currentColor;box-sizing:border-box}
 .whalejax .drawn text{font:11px system-ui,sans-serif}
 """
 
-# Notebooks style tables by two classes and an element; three classes override that.
+# Selectors of three classes override notebooks' styles of two classes and an element.
 _FIRM_STYLE = _STYLE.replace(".whalejax", ".whalejax" * 3)
 _PAGE_STYLE = ":root{color-scheme:light dark}body{margin:1rem}"
 
 
 class Picture:
-    """A picture: HTML in a notebook, text anywhere else.
+    """A picture that is HTML in a notebook and text elsewhere.
 
     Args:
-        html: A fragment, without the style.
-        text: The same as text.
-        svg: The drawing alone, if any.
+        html: HTML of the picture, without a style sheet.
+        text: Text with the same content.
+        svg: Drawing as SVG; empty without a drawing.
     """
 
     def __init__(self, *, html: str, text: str, svg: str = "") -> None:
@@ -91,19 +91,19 @@ class Picture:
         """Writes the picture to a file.
 
         Args:
-            path: Path that ends in ``.html`` (a complete page), ``.svg`` (the drawing,
-                if any) or ``.txt``.
+            path: Path that ends in ``.html`` for a page, ``.svg`` for the drawing if
+                there is one, or ``.txt``.
 
         Raises:
-            WhaleError: The extension is another one, or the file cannot be written.
+            WhaleError: The extension is unknown, or the file cannot be written.
         """
         check_path(path)
         forms = self._forms()
         ending = Path(path).suffix.lower()
         if ending not in forms:
             raise WhaleError(
-                f"{path}: a {type(self).__name__} is written as {', '.join(forms)}; "
-                f"{ending or 'no ending'} is none of these"
+                f"{path}: the name has {ending or 'no ending'}; expected "
+                f"{', '.join(forms)} for a {type(self).__name__}"
             )
         write(path, forms[ending])
 
@@ -118,22 +118,14 @@ class Picture:
 
 
 def check_path(path: object) -> None:
-    """Refuses values that are no path of a picture.
-
-    Raises:
-        WhaleError: The value is no path.
-    """
+    """Raises ``WhaleError`` if a value is no path of a file."""
     problems = Arguments("save")
     problems.path("path", path, "the name of a file, such as 'plan.html'")
     problems.raise_if_any()
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        WhaleError: The file cannot be written.
-    """
+    """Writes a file; raises ``WhaleError`` if that fails."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -144,17 +136,17 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def bundle_of(html: str, text: str) -> dict[str, str]:
-    """Returns a notebook's bundle of a value: HTML with its style, and text."""
+    """Returns HTML with the style sheet, and text, by MIME type, for a notebook."""
     return {"text/html": fragment(html), "text/plain": text}
 
 
 def fragment(html: str) -> str:
-    """Returns a fragment of a page with its own style."""
+    """Returns HTML with the style sheet, for use inside a page."""
     return f'<div class="whalejax"><style>{_FIRM_STYLE}</style>{html}</div>'
 
 
 def page(html: str, title: str) -> str:
-    """Returns a complete page, light or dark like the reader's system."""
+    """Returns a complete page, light or dark as the reader's system prefers."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"
@@ -164,7 +156,7 @@ def page(html: str, title: str) -> str:
 
 
 def alone(svg: str) -> str:
-    """Returns a drawing as a file, with its own style for light or dark text."""
+    """Returns an SVG drawing as the text of a file, light or dark like ``page``."""
     style = (
         "<style>:root{color:#111}@media(prefers-color-scheme:dark){:root{color:#eee}}"
         "text{font:11px system-ui,sans-serif}</style>"
@@ -185,10 +177,10 @@ def table(
     """Returns a table.
 
     Args:
-        names: Names of the columns; none for a table without a head.
-        rows: Cells of each row, as ``cell`` makes them.
+        names: Names of the columns; empty for a table without a head.
+        rows: HTML of the cells of each row; see ``cell``.
         caption: Caption above the table.
-        kind: Class of the style.
+        kind: CSS class of the table.
     """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     head = f"<thead><tr>{head}</tr></thead>" if names else ""
@@ -199,19 +191,19 @@ def table(
 
 
 def details_html(summary: str, html: str, *, opened: bool = False) -> str:
-    """Returns HTML that unfolds at a click."""
+    """Returns HTML that a click on its summary unfolds."""
     state = " open" if opened else ""
     return f"<details{state}><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def list_html(texts: Iterable[str]) -> str:
-    """Returns a list of sentences; empty if there are none."""
+    """Returns texts as an HTML list; empty without texts."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def bar(share: float, fill: str = FILLS[0]) -> str:
-    """Returns a bar of a fraction, from 0 to 1, as a cell of a table."""
+    """Returns a table cell with a bar for a fraction from 0 to 1."""
     width = f"{min(1.0, max(0.0, share)) * 100:.1f}"
     return (
         '<td><svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" '
@@ -225,8 +217,8 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
 
     Args:
         width, height: Size in units of ``inner``.
-        label: Description for readers who cannot see it.
-        inner: Elements of the drawing.
+        label: Description for screen readers.
+        inner: SVG elements of the drawing.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -238,13 +230,13 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
 def words(
     x: float, y: float, text: str, *, anchor: str = "start", ink: str = "currentColor"
 ) -> str:
-    """Returns a text in a drawing."""
+    """Returns an SVG text element at a position."""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{ink}"{place}>{escape(text)}</text>'
 
 
 def stage_names(each: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names of stages' lanes and bars.
+    """Returns names of the stages of all pipelines, for lanes and bars.
 
     Args:
         each: Number of stages of each pipeline.

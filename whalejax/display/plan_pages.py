@@ -1,7 +1,7 @@
-"""Displays plans in notebooks: one static block of HTML each.
+"""Displays plans in notebooks, as static HTML.
 
-The table of parameters shows the largest rows and folds the rest. A very long table
-ends in a count, so that ten thousand parameters fit on a page.
+The table of parameters shows the largest rows and folds others. Rows beyond
+``_MOST_ROWS`` are only counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bundle(plan: PlanData) -> dict[str, str]:
 
 
 def plan_html(plan: PlanData) -> str:
-    """Returns a plan as a fragment of a page, without its style."""
+    """Returns a plan as HTML without a style sheet."""
     return "".join(
         (
             f"<h3>Plan for {escape(plan.cluster.describe())}</h3>",
@@ -101,7 +101,7 @@ def _time(plan: PlanData) -> str:
 
 
 def _memory(plan: PlanData) -> str:
-    """Draws bars relative to a device's memory, so that free memory shows too."""
+    """Returns a table with bars relative to the memory of a device."""
     memory, room = plan.memory, plan.room_bytes
     pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
     rows = [*_term_rows([pair for pair in pairs if pair[1]], room, gigabytes)]
@@ -135,15 +135,13 @@ def _stages(plan: PlanData) -> Iterator[str]:
 
 
 def _parameters(plan: PlanData) -> str:
-    """Shows the largest rows, then the others folded, then a count."""
     rows = parameter_rows(plan)
     if not rows:
         return "<p>No parameters.</p>"
-    # Most plans use parameters in their stored layout: one column suffices.
+    # One column suffices if all parameters are used in their stored layout.
     used = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     names = ["parameter", "shape", "stored as", *["used as"] * used, "per device"]
     names.append("collectives a step, each")
-    # A stable sort keeps rows of equal size in the model's order.
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     cells = [_parameter(row, used) for row in by_size[: SHOWN_ROWS + UNFOLDED_ROWS]]
     count = sum(row.count for row in rows)
@@ -196,7 +194,6 @@ def _traffic(plan: PlanData) -> str:
 
 
 def _note_sections(plan: PlanData) -> Iterator[str]:
-    """Yields unsharded dimensions with their reasons, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
         ("Hints", hints(plan), True),

@@ -1,8 +1,7 @@
-"""Displays the result of ``wh.search`` in notebooks: a table, and a chart of all
-candidates.
+"""Displays the result of ``wh.search`` in notebooks, as a table and as a chart.
 
-The table needs no extra, the chart ``whalejax[notebook]``: altair draws it, and
-vl-convert bundles its JavaScript, so that it is interactive without a network.
+The chart needs the extra ``whalejax[notebook]``. altair draws it, and vl-convert
+bundles its JavaScript, so that it is interactive without a network.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ if TYPE_CHECKING:
 
 
 UNFOLDED_PLANS = 10
-"""Most plans that are shown in full, folded, below the table or the chart."""
+"""Maximum number of folded plans below the table or the chart."""
 
 
 def bundle(found: SearchData) -> dict[str, str]:
-    """Returns the result as HTML and as text, by MIME type."""
+    """Returns the result of a search as HTML and as text, by MIME type."""
     return bundle_of(found_html(found), str(found))
 
 
 def found_html(found: SearchData) -> str:
-    """Returns the table, folded plans, and the clusters that have no plan."""
+    """Returns a table of plans, the folded plans, and the clusters without a plan."""
     plural = "s" if len(found) > 1 else ""
     rows = ("".join(cell(text) for text in row) for row in found.rows())
     refused = [f"{one.name}: {one.reason}" for one in found.refused]
@@ -75,11 +74,11 @@ def _plans(found: SearchData) -> str:
 
 
 class SearchChart:
-    """Step time and peak memory of every plan that was evaluated.
+    """Chart of the step time and peak memory of each evaluated plan.
 
     Attributes:
         altair: Altair chart, which can be changed or combined with others.
-        rows: Data of the chart, a dictionary for each point.
+        rows: Data of the chart: a dictionary for each plan; see ``points``.
     """
 
     def __init__(self, found: SearchData) -> None:
@@ -117,7 +116,7 @@ class SearchChart:
         """Writes the chart to a file, as a page (``.html``) or an image (``.svg``).
 
         Raises:
-            WhaleError: The extension is another one, or the file cannot be written.
+            WhaleError: The extension is unknown, or the file cannot be written.
         """
         check_path(path)
         extension = str(path).rpartition(".")[2].lower()
@@ -127,11 +126,11 @@ class SearchChart:
             write(path, self._svg())
         else:
             raise WhaleError(
-                f"{path}: a chart is written as .html or .svg; not .{extension}"
+                f"{path}: the extension is .{extension}; expected .html or .svg"
             )
 
     def _html(self) -> str:
-        """Returns the chart with its JavaScript, and the plans that points link to."""
+        """Returns the chart with its JavaScript, and the plans to which points link."""
         chart: str = self.altair.to_html(
             inline=True,
             fullhtml=False,
@@ -161,7 +160,7 @@ def _anchor(plan: PlanData) -> str:
 
 
 def points(found: SearchData) -> list[dict[str, Any]]:
-    """Returns a row for each evaluated plan: its numbers, and the same as text."""
+    """Returns a dictionary for each evaluated plan, with its numbers also as text."""
     rows = []
     fitting = [i for i, w in enumerate(found.weighed) if w.candidate.fits]
     candidates = [found.weighed[i].candidate for i in fitting]
@@ -211,7 +210,7 @@ def pareto(pairs: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    """Returns the plans as points over the line of their Pareto front."""
+    """Draws the plans as points, and a line through their Pareto front."""
     unit, scale = unit_of([row["seconds"] for row in rows], _SECONDS)
     size, shrink = unit_of([row["bytes"] for row in rows], _BYTES)
     values = [
@@ -248,7 +247,7 @@ def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     )
     heading = alt.Title(
         "Plans that were evaluated",
-        subtitle="Large, on the dashed line: the Pareto front"
+        subtitle="Large points on the dashed line: the Pareto front"
         + ". Hollow: does not fit" * any(not row["fits"] for row in rows),
     )
     chart = alt.layer(front, shown)
@@ -266,7 +265,7 @@ _TOOLTIP = (
     ("verdict", "verdict"),
     ("plan", "found[…]"),
 )
-"""Fields of a tooltip, and their titles."""
+"""Keys of ``points`` in a tooltip, and their titles."""
 
 _SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _BYTES = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))

@@ -1,11 +1,11 @@
 """Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
-By default they keep the layout of the first plan, which takes a fraction of a second.
-With other numbers of devices its mesh grows or shrinks along ``data`` or ``fsdp``. A
-checkbox searches all layouts instead.
+By default the plan keeps the layout of the first plan, which takes a fraction of a
+second. With other numbers of devices, its mesh grows or shrinks along ``data`` or
+``fsdp``. A checkbox searches all layouts instead.
 
-It needs a running kernel, and the extra ``whalejax[notebook]`` for ipywidgets; readers
-without widgets see the plan that was found last.
+Sliders need a running kernel, and ipywidgets from the extra ``whalejax[notebook]``.
+Without widgets, readers see the last plan.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from whalejax.planner.step_options import REMAT_POLICIES
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
-"""Offered batches, relative to the planned one."""
+"""Batches of the slider, relative to the planned batch."""
 
 _SAME = "as planned"
-"""First value of controls; ipywidgets accept no None."""
+"""Value of a control for the option of the first plan."""
 
 
 class Sliders:
     """Controls, and the plan for their values.
 
     Attributes:
-        plan: The plan that was found last.
-        problem: Reason why no plan has the controls' values; "" if one has.
-        controls: The ipywidgets of the plan's options, among ``batch``, ``sequence``,
-            ``devices``, ``remat``, ``cluster`` and ``search``; a new ``value`` of one
-            makes a new plan.
-        widget: All of it as one widget, for use among others.
+        plan: The newest plan.
+        problem: Reason why no plan exists for the controls' values; "" if one does.
+        controls: Widgets by name, some of ``batch``, ``sequence``, ``devices``,
+            ``remat``, ``cluster`` and ``search``. Setting a ``value`` plans again.
+        widget: Widget with the controls and the plan.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Sliders:
             control.observe(self._on_change, names="value")
 
     def _on_change(self, change: object) -> None:
-        """Plans for the controls' values, unless that plan is known."""
+        """Shows the plan for the controls' values, from the cache if it is known."""
         del change
         asked = {
             name: control.value
@@ -84,14 +83,14 @@ class Sliders:
         self._shown.value = fragment(self._html())
 
     def _planned(self, asked: dict[str, Any], search: bool) -> Any:
-        """Returns a plan with the first one's layout, or the best one."""
+        """Returns the plan with the first plan's layout, or the best of all layouts."""
         kept = {} if search else kept_layout(self._first, asked)
         if not kept:
             return self._first.what_if(**asked)
         if asked.get("sequence", 0) > (self._first.question.sequence_length or 0):
             kept["attention"] = dict(self._first.attention) or None  # perhaps in blocks
         try:
-            # As many micro-batches as planned, or as large ones if these do not fit.
+            # Try the planned number of micro-batches, then their planned size.
             fewest, most = _micro_batches(self._first, asked)
             if fewest != most and not _surely_lacks(self._first, asked, fewest):
                 try:
@@ -103,7 +102,7 @@ class Sliders:
             return self._first.what_if(**kept, **asked, num_micro_batches=most)
         except WhaleError as error:
             raise WhaleError(
-                f"in the layout of the plan: {error}. Search every layout for another"
+                f"in the layout of the plan: {error}. Search all layouts instead"
             ) from error
 
     def _html(self) -> str:
@@ -129,10 +128,10 @@ class Sliders:
 
 
 def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the fewest and most micro-batches to try.
+    """Returns two numbers of micro-batches to try.
 
-    The first is the plan's number; the second keeps about the plan's tokens per
-    micro-batch.
+    The first is the plan's number. The second keeps about the plan's number of tokens
+    per micro-batch.
     """
     batch, length = _samples(plan) or 1, 1
     if plan.question is not None:
@@ -149,7 +148,7 @@ def _micro_batches(plan: PlanData, asked: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _surely_lacks(plan: PlanData, asked: Mapping[str, Any], parts: int) -> bool:
-    """Whether state and saved values alone fill the memory; False if not certain.
+    """Whether state and saved values certainly exceed the memory.
 
     Only changes of the batch's sizes can be certain.
     """
@@ -170,7 +169,7 @@ def _samples(plan: PlanData) -> int | None:
 def _controls(
     widgets: Any, plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the controls of a plan, by what they change."""
+    """Returns the controls of a plan, by name of the option."""
 
     def slider(name: str, options: list[tuple[str, Any]]) -> Any:
         return widgets.SelectionSlider(
@@ -206,7 +205,7 @@ def _lengths(length: int) -> list[tuple[str, Any]]:
 
 
 def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
-    """Returns clusters of fewer and of more equal nodes, by number of devices."""
+    """Returns labels and clusters with fewer and with more nodes of the plan's kind."""
     machine = plan.cluster
     kind, node = machine.kinds[0].name, machine.nodes[0].count
     if not machine.is_uniform or machine.platform == "tpu":
@@ -215,7 +214,7 @@ def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
     texts |= {n * node: f"{kind}:{n}x{node}" for n in (2, 4, 8)}
     count = machine.num_devices
     if count not in texts or cluster(texts[count]) != machine:
-        return []  # described in a file, or no text names its nodes
+        return []  # no text describes such a cluster, for instance one from a file
     return [
         (f"{n} ({_SAME})", _SAME) if n == count else (f"{n}", texts[n])
         for n in sorted(texts)
@@ -254,7 +253,7 @@ def _check(batches: Any, clusters: Any) -> None:
 def _sizes(
     plan: PlanData, batches: Sequence[int] | None
 ) -> list[tuple[str, int | str]]:
-    """Returns labels and sizes of batches, in order; the planned one is ``_SAME``."""
+    """Returns labels and values of batches by size; the planned one is ``_SAME``."""
     planned = _samples(plan)
     if batches is None:
         sizes = {int(planned * times) for times in _TIMES} if planned else set()

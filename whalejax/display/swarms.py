@@ -1,4 +1,4 @@
-"""Swarms as charts: the square-cube law over links, and simulated runs in time."""
+"""Charts of swarms: utilization over link speeds, and simulated runs over time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from whalejax.planner.pipeline.square_cube import StageOverLink
 
 
 WIDTHS: Final = (1, 2, 4, 8)
-"""Drawn widths of the model, relative to the plan's."""
+"""Widths of the model in the chart, relative to the planned model."""
 
 _POINTS: Final = 60
 _WIDTH: Final = 560
 _WINDOWS: Final = 60
-"""Parts of a simulated run over which throughput is averaged."""
+"""Number of windows of a simulated run; throughput is averaged in each."""
 
 
 class SquareCubeChart(Picture):
-    """Fraction of the time in which the least busy stage computes, by its link.
+    """Utilization of the least busy stage over the bandwidth of peers' links.
+
+    Utilization is the fraction of time in which a stage computes. In wider models it is
+    higher, because computation grows faster than transfers (square-cube law).
 
     Attributes:
-        lines: (bytes per second, utilization) pairs by width relative to the plan's,
-            with computation and transfers overlapped.
-        apart: The same at the plan's own width without overlap.
+        lines: Pairs of bytes per second and utilization by width of the model, relative
+            to the planned model. Computation and transfers overlap.
+        apart: Such pairs for the planned model without overlap.
     """
 
     def __init__(
@@ -39,10 +42,10 @@ class SquareCubeChart(Picture):
         """Draws the chart.
 
         Args:
-            text: Text of the table; the first line is the title.
-            stages: Each stage over some link.
+            text: Text of the table; its first line is the title.
+            stages: Computation and transfers of each stage.
             head: Names of the columns of the table.
-            rows: Cells of the table.
+            rows: Cells of each row of the table.
         """
         rates = [10 ** (6 + 5 * n / _POINTS) / 8 for n in range(_POINTS + 1)]
         self.lines = {
@@ -84,7 +87,7 @@ class SquareCubeChart(Picture):
                 ),
                 y=alt.Y(
                     "busy:Q",
-                    title="slowest stage computes (part of the time)",
+                    title="least busy stage computes (fraction of time)",
                     axis=alt.Axis(format="%", tickCount=5),
                     scale=alt.Scale(domain=[0, 1]),
                 ),
@@ -98,11 +101,12 @@ class SquareCubeChart(Picture):
 
 
 class SimulatedChart(Picture):
-    """Peers that serve each stage, and the throughput, over simulated time.
+    """Chart of the peers of each stage and of throughput, over simulated time.
 
     Attributes:
-        points: Time of every commit, and micro-batches done by then.
-        serving: Time of every change, and peers of each stage from then on.
+        points: Time of each commit in seconds, and micro-batches committed until then.
+        serving: Time of each change in seconds, and number of peers of each stage from
+            then on.
         empty_seconds: Seconds during which some stage had no peer.
     """
 
@@ -117,11 +121,11 @@ class SimulatedChart(Picture):
         """Draws the chart.
 
         Args:
-            text: Text of the run; the first line is the title.
+            text: Text of the run; its first line is the title.
             seconds: Simulated seconds.
-            points: Time and number of every commit.
-            serving: Every change of the serving peers.
-            empty_seconds: Seconds during which some stage had no peer.
+            points: See the attribute.
+            serving: See the attribute.
+            empty_seconds: See the attribute.
         """
         self.points, self.serving = tuple(points), tuple(serving)
         self.empty_seconds, self._seconds = empty_seconds, seconds
@@ -133,7 +137,7 @@ class SimulatedChart(Picture):
         )
 
     def rates(self) -> list[tuple[float, float]]:
-        """Returns starts of windows, and micro-batches a second committed in each."""
+        """Returns the start and the micro-batches per second of each window."""
         window = self._seconds / _WINDOWS or 1.0
         done = [0] * (_WINDOWS + 1)
         before = 0
@@ -185,12 +189,12 @@ class SimulatedChart(Picture):
 def least(
     stages: Sequence[StageOverLink], rate: float, width: float, *, overlap: bool
 ) -> float:
-    """Returns the least utilization of a stage, over another link and at a width.
+    """Returns the utilization of the least busy stage, with another link and width.
 
     Args:
-        stages: Stages over any link.
+        stages: Computation and transfers of each stage.
         rate: Bytes per second of the link.
-        width: Width of the model, relative to its own.
+        width: Width of the model, relative to the planned model.
         overlap: Whether devices compute during transfers.
     """
     found = [stage.with_link_speed(rate).at(width) for stage in stages]

@@ -1,7 +1,7 @@
-"""A step in time: the rows of a pipeline's schedule, one lane for each stage.
+"""Timeline of a predicted step, with a lane for each stage of a pipeline.
 
-Drawing and trace come from the same rows; the trace is in Chrome's trace event format:
-Perfetto (https://ui.perfetto.dev) and chrome://tracing open it.
+It is also written as a trace in Chrome's trace event format, which Perfetto
+(https://ui.perfetto.dev) and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whalejax.planner.plan_data import PlanData
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0
 _MOST_BLOCKS = 4000
-"""Maximum number of slices drawn singly; with more, each column shows its main kind."""
+"""Maximum number of slices that are drawn as such; see ``_columns`` for more."""
 
 _COLUMNS = 300
 _SHADING = "whalejax-bubble"
@@ -32,18 +32,19 @@ _KINDS = {
     "backward": (FILLS[1], 0.32, 0.68, "at its foot"),
     "weight": (FILLS[2], 0.2, 0.6, "in its middle: gradients of parameters"),
 }
-"""Fill, top and height as fractions of a lane, and a text of that position."""
+"""Fill, top and height as fractions of a lane, and legend text of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """An activity of a lane.
+    """A computation in a lane.
 
     Attributes:
         lane: Index of the lane.
-        kind: ``"forward"``, ``"backward"``, ``"weight"``, or a term of the step.
+        kind: ``"forward"``, ``"backward"``, ``"weight"``, or a term of the step time.
         start_seconds, end_seconds: Seconds since the step began.
-        micro_batch, chunk: Numbers of a schedule's row; else None.
+        micro_batch, chunk: Numbers of the micro-batch and the virtual stage; None for
+            a term.
     """
 
     lane: int
@@ -63,14 +64,14 @@ class Slice:
 
 
 class StepTimeline(Picture):
-    """One step of a plan in time, as predicted.
+    """Predicted timeline of one step of a plan.
 
     Attributes:
         lanes: Name of each lane.
-        slices: Slices of the step, those of a lane in order.
+        slices: Slices of the step; those of a lane are in order of time.
         end_seconds: End of the last slice.
-        bubble: Fraction of all lanes' time until then in which they wait.
-        step_seconds: Time of the complete step, including work after the last row.
+        bubble: Fraction of the lanes' time until ``end_seconds`` in which they wait.
+        step_seconds: Time of the complete step, including work after the last slice.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -103,8 +104,8 @@ class StepTimeline(Picture):
         if not self._staged:
             return [
                 f"Timeline: {step} a step predicted, by term",
-                "No stages, so no schedule: the terms are in order of their size, not "
-                "of time.",
+                "The plan has no stages. The terms are in order of their size, not of "
+                "time.",
             ]
         stages = plan.stages
         assert stages is not None
@@ -119,23 +120,23 @@ class StepTimeline(Picture):
             f"{seconds_text(self.end_seconds)}, bubble {self.bubble:.1%}"
         ]
         if stages.turns:
-            reads = "reads what forward kept"
+            reads = "reads saved values"
             if stages.stash == "inputs":
-                reads = "computes forward again first"
+                reads = "first computes the forward pass again"
             found.append(
-                "Stages run one loop: all wait for each other after each turn, and "
-                f"backward {reads}."
+                "All stages wait for each other after each turn. The backward pass "
+                f"{reads}."
             )
         once = self.step_seconds - self.end_seconds
         if once > 1e-3 * self.step_seconds:
             found.append(
-                f"Of the predicted step of {step}, {seconds_text(once)} come after the "
-                "last row: what is done once, such as the update."
+                f"The last {seconds_text(once)} of the predicted step of {step} follow "
+                "the schedule: work once per step, such as the update."
             )
         if len(self.slices) > _MOST_BLOCKS:
             found.append(
-                "Too many rows to draw one by one: columns show what they are mostly. "
-                'timeline.save("trace.json") has every row, for https://ui.perfetto.dev.'
+                "Each column shows what takes most of its time. "
+                'timeline.save("trace.json") has all rows, for https://ui.perfetto.dev.'
             )
         if len(self.lanes) > _MOST_LANES:
             found.append(
@@ -144,11 +145,11 @@ class StepTimeline(Picture):
         return found
 
     def trace(self) -> dict[str, Any]:
-        """Returns the timeline as a Chrome trace: plain JSON data.
+        """Returns the timeline as a Chrome trace.
 
         Returns:
-            One complete event for each slice, in microseconds with integer nanoseconds;
-            a lane is a thread. Gaps between events are waits.
+            JSON data with a complete event for each slice and a thread for each lane.
+            Times are microseconds, rounded to nanoseconds. Gaps are waits.
         """
         events: list[dict[str, Any]] = [
             _metadata_event("process_name", 0, "predicted step")
@@ -161,7 +162,7 @@ class StepTimeline(Picture):
             )
         free = [0] * len(self.lanes)
         for one in self.slices:
-            # Adjacent floats differ in the last digit; events may not overlap.
+            # Rounding errors must not make events of a lane overlap.
             begin = max(free[one.lane], round(one.start_seconds * 1e9))
             end = max(begin, round(one.end_seconds * 1e9))
             free[one.lane] = end
@@ -191,7 +192,6 @@ def timeline(plan: PlanData) -> StepTimeline:
 
 
 def _slices(lines: Sequence[TimedSchedule]) -> Iterator[Slice]:
-    """Yields the rows of all pipelines, those of each lane in order."""
     first = 0
     for line in lines:
         for one in line.rows:
@@ -257,7 +257,7 @@ def _step_svg(line: StepTimeline, label: str) -> str:
     inner += _legend(line, bottom + 44)
     height = bottom + (56 if line._staged else 24 + 18 * len(drawn))
     drawn_text = "".join(inner)
-    # Names of patterns are global to a page, which may have several drawings.
+    # A page may have several drawings with this pattern.
     own = f"{_SHADING}-{hashlib.sha256(drawn_text.encode()).hexdigest()[:10]}"
     drawn_text = drawn_text.replace(_SHADING, own)
     return drawing(_LEFT + _WIDTH + _RIGHT, height, label, drawn_text)
@@ -282,7 +282,6 @@ def _place(one: Slice) -> tuple[str, float, float]:
 
 
 def _blocks(slices: Sequence[Slice], scale: float, end_seconds: float) -> Iterator[str]:
-    """Draws each slice, with its micro-batch if there is room."""
     yield _bubbles(_gaps(slices, end_seconds), scale)
     for one in slices:
         fill, y, height = _place(one)
@@ -301,7 +300,7 @@ def _blocks(slices: Sequence[Slice], scale: float, end_seconds: float) -> Iterat
 def _gaps(
     slices: Sequence[Slice], end_seconds: float
 ) -> Iterator[tuple[int, float, float]]:
-    """Yields lane, begin and end of the gaps between the slices of each lane."""
+    """Yields lane, start and end of each gap between slices, in seconds."""
     by_lane: dict[int, list[Slice]] = {}
     for one in slices:
         by_lane.setdefault(one.lane, []).append(one)
@@ -325,7 +324,7 @@ def _bubbles(gaps: Iterable[tuple[int, float, float]], scale: float) -> str:
 
 
 def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
-    """Draws one path for each kind: the columns in which it takes most time."""
+    """Draws a path for each kind, through the columns in which it takes most time."""
     paths: dict[str, list[str]] = {}
     gaps: list[tuple[int, float, float]] = []
     step = _WIDTH / _COLUMNS
@@ -349,7 +348,7 @@ def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
 
 
 def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
-    """Returns the longest activity of each column of a lane; empty for waits."""
+    """Returns the kind that takes most time in each column of a lane; "" for waits."""
     width = end_seconds / _COLUMNS
     parts: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for one in slices:
@@ -369,7 +368,7 @@ def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
 
 
 def _named_blocks(slices: Sequence[Slice], scale: float) -> Iterator[str]:
-    """Draws terms on one lane, with numbers that the legend below explains."""
+    """Draws terms on one lane with numbers, and a legend of the numbers below."""
     for number, one in enumerate(slices):
         x = _LEFT + one.start_seconds * scale
         width = (one.end_seconds - one.start_seconds) * scale

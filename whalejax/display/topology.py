@@ -1,8 +1,7 @@
-"""Pictures of a plan's devices: nodes, links between them, axes that cross them.
+"""Picture of a plan's cluster: nodes, links, and the mesh axes that use each link.
 
-The devices are those of the plan's cluster, in the order in which its mesh numbers
-them. Of a node with many devices, or a cluster with many nodes, only the first are
-drawn, with the total number.
+Devices are in the order of the mesh. If there are many nodes or devices, only the first
+ones are drawn, with the total number.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _LETTER: Final = 6.4
 
 
 class TopologyMap(Picture):
-    """Nodes with their devices, and for each link its axes and its speed.
+    """Picture of nodes with their devices, and of links with their speeds and axes.
 
     Attributes:
-        links: Mesh axes that cross each link, by its name, innermost first, with the
-            number of groups of devices that each joins there.
+        links: Mesh axes that cross each link, by name of the link, innermost link
+            first. Each axis has the number of groups of devices that it connects there.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -52,10 +51,13 @@ class TopologyMap(Picture):
 
 
 def crossed_links(plan: PlanData) -> dict[str, list[tuple[str, int]]]:
-    """Returns mesh axes that cross each link, by its name, with their sizes there.
+    """Returns the mesh axes that cross each link, by name of the link.
 
     Args:
-        plan: The plan; stages with their own layouts count with their own axes.
+        plan: The plan. Axes of stages with separate layouts count too.
+
+    Returns:
+        Name of each axis, and the number of groups of devices that it connects there.
     """
     found: dict[str, list[tuple[str, int]]] = {x.name: [] for x in plan.cluster.levels}
     meshes = [(mesh_of(plan), plan.cluster)]
@@ -104,7 +106,7 @@ def _draw(
 
 
 def _node(number: int, kind: str, count: int, first: int) -> tuple[str, float, float]:
-    """Draws one node with its devices; returns the drawing, its width and height."""
+    """Returns a drawing of a node with its devices, its width and its height."""
     shown = min(count, _DEVICES)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)

@@ -1,5 +1,4 @@
-"""A plan at reduced sizes, run and compared with one device: ``wh.check``.
+"""``wh.check``: runs a plan at reduced sizes, and compares it with one device.
 
-``check_plan`` is the entry point; ``check_worker`` runs in a separate process, on
-virtual CPU devices.
+``check_plan`` starts ``check_worker``, a process with virtual CPU devices.
 """

@@ -6,4 +6,4 @@ from whalejax.meshes.errors import WhaleError
 
 
 class CheckError(WhaleError):
-    """The plan was not checked, so its numbers are unknown; the text has the reason."""
+    """The plan could not be checked; the text has the reason."""

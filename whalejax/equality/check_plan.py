@@ -1,4 +1,4 @@
-"""``wh.check``: compares a plan at reduced sizes with one device in another process."""
+"""``wh.check``: starts a process that compares a reduced plan with one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS: Final = 600.0
 """Default time limit of a check."""
 
 MEMORY_PART: Final = 0.5
-"""Default limit of a check's memory, as a fraction of this machine's."""
+"""Default memory limit of a check, as a fraction of this machine's memory."""
 
 _MOST_SECONDS: Final = 10**6
 _WORKER: Final = "whalejax.equality.check_worker"
@@ -64,35 +64,34 @@ def check(
 ) -> CheckResult:
     """Runs a plan at reduced sizes on virtual CPUs, and compares with one device.
 
-    The plan's own layout, options and executor run for one step in another process.
-    Every mesh axis stays above 1, and every dimension keeps a few elements for each
-    device that shards it. Errors of loss, gradients and updated parameters are
-    ‖difference‖ / ‖true‖. The divisor is at least 1/1000 of the root mean square of all
-    leaves' norms.
+    Another process runs one step with the layout, options and executor of the plan.
+    Mesh axes above 1 stay above 1, and each shard of a dimension has a few elements.
+    The error of a loss, gradient or updated parameter is ‖difference‖ / ‖true‖. The
+    divisor is at least 1/1000 of the root mean square of the norms of all leaves.
 
     Args:
         plan: Plan from ``wh.plan`` or ``wh.Plan.load``.
         loss_fn: Loss of the plan.
-        model: Model of the plan, abstract or real. A few values of real arrays are
-            used, so that numbers are of the same kind.
-        batch: Global batch, abstract or real. Integers stay within the bounds of the
-            loss's lookups.
+        model: Model of the plan, abstract or real. From real arrays, a few values are
+            taken and perturbed; otherwise values are random.
+        batch: Global batch, abstract or real, with values as for ``model``. Indices
+            are within the bounds of their tables.
         optimizer: Optax transformation; default: gradient descent.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        odd: Whether to check odd extents on each device, too, if possible.
+        odd: Whether to run a second check, with an odd number of elements per device.
         seed: Seed of the random numbers.
         timeout_seconds: Seconds after which the process is killed.
         memory_bytes: Memory limit of the process; default: half of this machine's.
 
     Returns:
-        Compared and reduced values; ``print`` shows them, and ``is_right`` is True if
-        all equal one device.
+        Errors and reduced sizes, which ``print`` shows. ``is_right`` is True if all
+        errors are within their limits.
 
     Raises:
-        PlanError: The plan is an estimate, has tables, or is for a swarm or for another
-            model or batch.
-        WhaleError: Nothing could be compared (gives the reason of each attempt), the
-            process died or took too long, or an argument is invalid.
+        PlanError: The plan is an estimate, has tables, is for a swarm, or is for
+            another model or batch.
+        WhaleError: No run could be compared, the process died or took too long, or an
+            argument is invalid.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -107,9 +106,9 @@ def check(
     _check_arguments(plan, odd, seed, timeout_seconds, memory_bytes)
     if plan.tables is not None:
         raise PlanError(
-            "this plan places embedding tables, whose sizes are not reduced here. "
-            "Train a few steps with smaller tables, by it and by a plan without "
-            "tables=, or compile it with plan.verify() or whalejax verify"
+            "this plan has embedding tables, which wh.check does not support. Train "
+            "a few steps with smaller tables, with and without tables=, and compare; "
+            "or compile the plan with plan.verify() or whalejax verify"
         )
     refuse_bad_optimizer(optimizer)
     check_planned(plan, batch, batch_axes)
@@ -133,19 +132,18 @@ def _check_arguments(
 ) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {short_repr(plan)}; expected what wh.plan gives, or "
-            "wh.Plan.load of a "
-            "file"
+            f"plan is {short_repr(plan)}; expected the result of wh.plan or "
+            "wh.Plan.load"
         )
     if not plan.runnable:
         raise PlanError(
-            "this plan is an estimate (runnable=False): there is no program to check. "
+            "this plan is an estimate (runnable=False), and has no program to check. "
             "Plan again without runnable=False"
         )
     if plan.swarm is not None:
         raise PlanError(
-            "this plan is for the peers of a swarm, each of which runs programs of its "
-            "own; wh.check runs what devices run together. Plan without swarm=True"
+            "this plan is for a swarm, whose peers run separate programs; wh.check "
+            "does not support that. Plan without swarm=True"
         )
     problems = Arguments("wh.check")
     problems.switch("odd", odd)
@@ -184,10 +182,10 @@ def check_adapted(
         batch: Global batch, real or abstract.
         optimizer, batch_axes, seed, timeout_seconds, memory_bytes: Arguments of
             ``check``, unchanged.
-        multiples: Elements per device along a sharded dimension, one run each.
+        multiples: Number of elements per device along a sharded dimension, of each run.
 
     Raises:
-        CheckError: No run ended; lists the reasons.
+        CheckError: No run could be compared; lists the reasons.
     """
     started = time.monotonic()
     request = check_request(
@@ -201,7 +199,7 @@ def check_adapted(
         limit_bytes=memory_bytes or _half_of_memory(),
     )
     devices = request.target.num_devices
-    tell(f"checking on {devices} virtual devices, in a process of its own")
+    tell(f"checking on {devices} virtual devices, in another process")
     runs, failures = _run_checker(request, timeout_seconds)
     if any(not run.is_right and run.precision == "f32" for run in runs):
         left = max(1.0, timeout_seconds - (time.monotonic() - started))
@@ -273,11 +271,7 @@ def _without_predictions(plan: Plan) -> Plan:
 def _run_checker(
     request: CheckRequest, timeout_seconds: float
 ) -> tuple[list[CheckRun], list[str]]:
-    """Runs the checking process; returns its runs and notes.
-
-    Raises:
-        WhaleError: The process died, took too long, or could not start.
-    """
+    """Runs the checking process; returns its runs and failures."""
     answer = run(
         request,
         limit_seconds=timeout_seconds,
@@ -295,11 +289,11 @@ def _run_checker(
 def _confirmed(
     request: CheckRequest, runs: list[CheckRun], timeout_seconds: float
 ) -> list[CheckRun]:
-    """Replaces runs beyond their limit by float64 runs, where rounding hides nothing.
+    """Repeats runs beyond their limit in float64, and replaces them by the repeated.
 
-    A run that is within the limit in float64 had only rounding errors.
+    If a repeated run is within its limit, the errors were due to rounding.
     """
-    tell("computing again in float64 what differs")
+    tell("repeating in float64 the runs that differ")
     wide = dataclasses.replace(request, wide=True)
     try:
         again, _ = _run_checker(wide, timeout_seconds)

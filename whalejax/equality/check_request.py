@@ -1,4 +1,4 @@
-"""Requests to the checking process, and its target."""
+"""Requests to the checking process, and its virtual devices."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class CheckRequest:
 
     Attributes:
         plan: Document of the plan.
-        target: Target of virtual CPU devices.
+        target: Virtual CPU devices of the process.
         adapter: Model and loss, without values.
         optimizer: Optax transformation, or None.
         batch: Abstract global batch.
         batch_axes: Argument of ``wh.plan``, unchanged.
         samples: Some values of each leaf of the model and of the batch, or None.
-        multiples: Elements per device along a sharded dimension, for each run.
+        multiples: Number of elements per device along a sharded dimension, of each run.
         seed: Seed of the random numbers.
-        wide: Whether to compute in float64 in place of float32.
+        wide: Whether to compute in float64 instead of float32.
         limit_bytes: Memory limit of the process.
     """
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 
 SHOWN: Final = 6
-"""Number of gradients, and of updated parameters, in a report if one is wrong: those
-with the largest errors. Otherwise it is one."""
+"""Number of gradients and of parameters in the report of a wrong run: those with the
+largest errors. Reports of other runs have one of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class LeafError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedDimension:
-    """Logical dimension with its size in the plan and in the check."""
+    """Logical dimension with its sizes in the plan and in the check."""
 
     name: str
     size: int
@@ -39,27 +39,27 @@ class ReducedDimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRun:
-    """One step of a plan, mostly at reduced sizes, compared with one device.
+    """One step of a plan, if possible at reduced sizes, compared with one device.
 
     Attributes:
         extents: ``"even"`` or ``"odd"``, for the number of elements per device.
-        precision: Computing type; 16-bit plans are also checked in float32, where
-            rounding hides no errors.
-        way: Program of the run: the user's ``"code"`` on smaller arrays, its traced
-            ``"program"`` with other sizes, or either at its ``"own sizes"``.
+        precision: Computing type. Plans in 16 bits are checked in float32 too, where
+            rounding errors are smaller than those of a wrong layout.
+        way: Program of the run. ``"code"``: the user's code on smaller arrays;
+            ``"program"``: its traced program, resized; ``"own sizes"``: not reduced.
         axes: Mesh axes and reduced sizes.
         num_devices: Virtual devices.
         num_micro_batches: Reduced number of micro-batches in a step.
         dimensions: Dimensions that were reduced.
         kept: Dimensions that could not be reduced, with reasons.
-        refused: Ways that were tried first, with the reasons why they do not run.
+        refused: Reasons why the ways that were tried before did not run.
         loss, true_loss: Losses of the plan and of one device.
-        loss_error: Their relative difference.
-        gradients: Error of every gradient.
-        parameters: Error of every parameter after the update.
+        loss_error: Relative difference of these losses.
+        gradients: Error of each gradient.
+        parameters: Error of each parameter after the update.
         limit: Largest error of a gradient or of the loss that passes.
         parameter_limit: Largest error of an updated parameter that passes.
-        noise: Change of one device's gradients if the parameters are rounded.
+        noise: Relative change of one device's gradients if its parameters are rounded.
         seconds: Time of the run.
     """
 
@@ -98,7 +98,7 @@ class CheckRun:
 
     @property
     def error_over_limit(self) -> float:
-        """Largest error relative to its limit; a run above 1 is wrong."""
+        """Largest ratio of an error to its limit; above 1, the run is wrong."""
         return max(
             self.loss_error / self.limit,
             *(leaf.error / self.limit for leaf in self.gradients),
@@ -127,15 +127,13 @@ class CheckRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """Comparison of a plan's own layout, options and executor with one device.
-
-    ``print`` shows it.
+    """Comparison of a plan with one device, which ``print`` shows.
 
     Attributes:
         plan_hash: Hash of the plan.
-        runs: Comparisons, for even and odd extents.
-        unchecked: Impossible comparisons, with the reasons.
-        seconds: Total time.
+        runs: Comparisons with even and with odd numbers of elements per device.
+        unchecked: Reasons for comparisons that were impossible.
+        seconds: Time of the check.
     """
 
     plan_hash: str
@@ -145,12 +143,12 @@ class CheckResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether every run equals one device."""
+        """Whether all errors of all runs are within their limits."""
         return all(run.is_right for run in self.runs)
 
     @property
     def worst(self) -> CheckRun:
-        """Run furthest from one device, relative to its limit."""
+        """Run with the largest ratio of an error to its limit."""
         return max(self.runs, key=lambda run: run.error_over_limit)
 
     def document(self) -> dict[str, Any]:
@@ -213,8 +211,8 @@ def _run_lines(run: CheckRun) -> Iterator[str]:
         wrong = "  WRONG" if not error <= limit else ""
         yield f"  {name:{width}}  {error:7.1e}  {norm:8.2g}{wrong}"
     yield (
-        f"  an error may be {run.limit:.1e} (updated: {run.parameter_limit:.1e}); "
-        f"rounding changes {run.noise:.1e}"
+        f"  limit {run.limit:.1e} (updated parameters: {run.parameter_limit:.1e}); "
+        f"rounding changes gradients by {run.noise:.1e}"
     )
 
 

@@ -1,8 +1,8 @@
 """The checking process: ``python -m whalejax.equality.check_worker``.
 
-It has its own virtual CPU devices and memory, so it cannot crash the user's program.
-Its request is a pickle of ``CheckRequest``, which its parent wrote into a folder that
-only this user can read; it answers with JSON.
+The process has its own virtual CPU devices and memory limit, so that it cannot crash
+the user's program. It reads a pickled ``CheckRequest`` from a folder that only this
+user can read, and answers with JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.verification.compile_worker import serve
 
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
-    """Runs the request of a file, and writes the answer."""
+    """Reads a request from a file, runs it, and writes the answer."""
     serve(request_path, answer_path, limit_seconds, _answer)
 
 
@@ -34,7 +34,7 @@ def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
         jax.config.update("jax_enable_x64", True)
     phase.append("checking the plan")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user got them when planning
+        warnings.simplefilter("ignore")  # planning already showed them
         runs, failures = run_checks(request)
     return {
         "runs": [dataclasses.asdict(run) for run in runs],
@@ -50,7 +50,7 @@ def _end_at(limit_bytes: int) -> None:
             used = _resident_pages() * page
             if used > limit_bytes:
                 print(
-                    f"the check took {used / 1e9:.1f} GB of memory; it may take "
+                    f"the check took {used / 1e9:.1f} GB of memory; the limit is "
                     f"{limit_bytes / 1e9:.1f} GB (memory_bytes= of wh.check)",
                     file=sys.stderr,
                     flush=True,

@@ -1,7 +1,7 @@
-"""Parameters of equations that are sizes, at other sizes.
+"""Changes the parameters of traced equations that contain sizes to other sizes.
 
-Most primitives take their sizes from their operands. This module handles the others:
-those that make, regroup or slice dimensions.
+Most primitives take all sizes from their operands. The rules here are for the others:
+they create, regroup or slice dimensions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 
 
 class SizeError(ValueError):
-    """Dimensions of an equation whose reduced sizes are incompatible.
+    """Reduced sizes of an equation that are incompatible.
 
     Attributes:
-        operand_dims: Dimensions of the first operand.
-        result_dims: Dimensions of the first result.
+        operand_dims: Affected dimensions of the first operand.
+        result_dims: Affected dimensions of the first result.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ def changed_parameters(
     Args:
         equation: Traced equation.
         values: New operands.
-        wanted: Shapes of the results, as far as logical dimensions determine them.
+        wanted: Shapes of the results; None if the logical dimensions do not determine
+            one.
 
     Raises:
         ValueError: The equation is impossible at these sizes.
@@ -89,10 +90,7 @@ def _broadcast(
 def _reshape(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Keeps the number of elements of dimensions that are regrouped together.
-
-    The sizes that are merged into one dimension determine its size.
-    """
+    """Returns the new shape; a merged dimension has the product of its parts' sizes."""
     full, reshape = tuple(equation.outvars[0].aval.shape), list(result)
     for before, after in _groups(whole[0], full):
         elements = math.prod(shapes[0][dim] for dim in before)
@@ -101,8 +99,8 @@ def _reshape(
             reshape[wide[0]] = elements
         elif elements != math.prod(reshape[dim] for dim in after):
             raise SizeError(
-                f"{list(whole[0])} is {list(shapes[0])} now, which has another number "
-                f"of elements than {list(result)}",
+                f"{list(whole[0])} is reduced to {list(shapes[0])}, and the number of "
+                f"elements differs from that of {list(result)}",
                 operand_dims=before,
                 result_dims=after,
             )
@@ -110,7 +108,7 @@ def _reshape(
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Groups dimensions of a shape and its reshaped form with the same elements."""
+    """Groups dimensions of a shape and of its reshaped form with equal products."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -151,12 +149,12 @@ def _slice(
                 f"elements {start} to {limit} of {before} have no counterpart in {now}"
             )
         if not 0 <= starts[dim] < limits[dim] <= now:
-            raise ValueError(f"{now} elements are too few for a part of {before}")
+            raise ValueError(f"{now} elements are too few for a slice of {before}")
     return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
 
 
 _EDGE: Final = 4
-"""Elements that a slice may omit at the ends of a dimension, whatever its size."""
+"""Most elements that a slice omits at the ends of a dimension to count as an edge."""
 
 
 def _slice_sizes(
@@ -180,7 +178,7 @@ def _split(
     before, now = whole[0][axis], shapes[0][axis]
     values = tuple(size * now // before for size in sizes)
     if sum(values) != now or min(values) < 1:
-        raise ValueError(f"parts of {sizes} of {before} have no counterpart in {now}")
+        raise ValueError(f"the split of {before} into {sizes} does not fit {now}")
     return {"sizes": values}
 
 
@@ -195,13 +193,14 @@ def _top_k(
 def _convolution(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    """Adapts groups of channels to the kernel's number of inputs."""
     del whole, result
     numbers = equation.params["dimension_numbers"]
     channels = shapes[0][numbers.lhs_spec[1]]
     inputs = shapes[1][numbers.rhs_spec[1]]
     if channels % inputs:
-        raise ValueError(f"{channels} channels are no multiple of a kernel's {inputs}")
+        raise ValueError(
+            f"{channels} channels are no multiple of the kernel's {inputs}"
+        )
     return {"feature_group_count": channels // inputs}
 
 

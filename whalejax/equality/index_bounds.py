@@ -1,7 +1,7 @@
-"""Bounds of a batch's integers, such as tokens, classes or node numbers.
+"""Finds the bounds of a batch's integers, such as tokens or classes, in a traced loss.
 
-The traced loss gives them. An index of a lookup is below the length of the table. An
-integer that is compared with an iota along a dimension is below the dimension's length.
+An index of a lookup is below the length of the table. An integer that is compared with
+an iota along a dimension is below the length of the dimension.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _PASSING: Final = frozenset(
     "concatenate pad rev select_n add sub max min clamp dynamic_slice copy gather rem "
     "reduce_max reduce_min stop_gradient sort".split()
 )
-"""Primitives whose results are still such integers."""
+"""Primitives whose results have the bounds of their operands."""
 
 Inputs = frozenset[int]
 _NOTHING: Final[Inputs] = frozenset()
 
 
 def index_bounds(jaxpr: Any) -> dict[int, int]:
-    """Returns the exclusive upper bound of each integer input, by its number.
+    """Returns the exclusive upper bound of each integer input, by input number.
 
     Args:
         jaxpr: Jaxpr of the flat loss, at its final sizes.
 
     Returns:
-        Bounds; inputs that are no index are missing.
+        Bounds of the inputs that are used as indices.
     """
     bounds = _Bounds()
     body, _ = _compat.open_jaxpr(jaxpr)
@@ -43,7 +43,7 @@ def index_bounds(jaxpr: Any) -> dict[int, int]:
 
 
 Known = tuple[Inputs, int]
-"""Inputs whose integers a value has; and the length of an iota, if it is one."""
+"""Numbers of the inputs from which a value is taken, and its length if an iota."""
 
 
 class _Bounds:
@@ -82,7 +82,7 @@ class _Bounds:
             return [(_NOTHING, int(equation.params["shape"][_dimension(equation)]))]
         if name not in _PASSING:
             return [(_NOTHING, 0)] * count
-        # The result of a lookup has the table's integers.
+        # A lookup returns integers of the table, not of the index.
         read = given[:1] if name in ("gather", "dynamic_slice") else given
         inputs = frozenset[int]().union(*(known[0] for known in read))
         counts = max((known[1] for known in read), default=0)

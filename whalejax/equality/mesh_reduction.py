@@ -1,7 +1,7 @@
-"""Fewer devices, micro-batches and layers for a plan, with all its axes.
+"""Reduces the numbers of devices, micro-batches and layers of a plan.
 
-Every axis above 1 stays above 1. Ranks with unequal shares and stages with unequal
-numbers of layers stay unequal; only the numbers are reduced.
+Mesh axes above 1 stay above 1. Unequal shares of ranks, and unequal numbers of layers
+of stages, stay unequal.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from whalejax.planner.plan.plan import Plan
 
 
 OWN_DEVICES: Final = 8
-"""Number of devices up to which a plan keeps its own axis sizes."""
+"""Largest number of devices for which a plan keeps its axis sizes."""
 
 MOST_DEVICES: Final = 32
-"""Virtual devices of one process; with more, compilation takes over a minute."""
+"""Largest number of virtual devices; with more, compilation takes over a minute."""
 
 MOST_MICRO_BATCHES: Final = 4
-"""Above this number, micro-batches only repeat others."""
+"""Largest number of micro-batches; more would only repeat others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshReduction:
-    """The reduced counts of a plan.
+    """Reduced numbers of devices, micro-batches and layers of a plan.
 
     Attributes:
-        sizes: Size of each mesh axis that changes.
+        sizes: Reduced size of each mesh axis that changes.
         num_devices: Total number of devices.
         num_micro_batches: Number of micro-batches in a step.
-        shares: Micro-batches of each rank of ``data``; empty if ranks are equal.
-        ranks: Ranks of ``data`` that are kept, if each has its own plan or share.
-        stage_layers: Layers of each part of a lockstep pipeline.
+        shares: Number of micro-batches of each rank of ``data``; empty if equal.
+        ranks: Ranks of ``data`` that run, if each rank has a separate plan or share.
+        stage_layers: Number of layers of each virtual stage of a lockstep pipeline.
     """
 
     sizes: Mapping[str, int]
@@ -46,19 +46,19 @@ class MeshReduction:
     stage_layers: tuple[int, ...]
 
     def axes(self, axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-        """Returns the reduced axes of a plan, or of one of its stages."""
+        """Returns the axes of a plan, or of one of its stages, with reduced sizes."""
         return tuple((axis, self.sizes.get(axis, size)) for axis, size in axes)
 
 
 def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
-    """Returns reduced counts of devices, micro-batches and layers.
+    """Returns reduced numbers of devices, micro-batches and layers.
 
     Args:
         plan: A runnable plan.
-        multiple: Elements per device along a dimension: 2, or 3 for odd extents.
+        multiple: Number of elements per device along a dimension: 2, or 3 if odd.
 
     Raises:
-        CheckError: There are too many devices even with two along every axis.
+        CheckError: Even with size 2 of each axis, there are too many devices.
     """
     sizes = {} if plan.num_devices <= OWN_DEVICES else _halved(plan)
     ranks = _kept_ranks(plan, sizes)
@@ -73,9 +73,9 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
     )
     if mesh.num_devices > MOST_DEVICES:
         raise CheckError(
-            f"the plan's {len(plan.axes)} mesh axes and its stages take "
-            f"{mesh.num_devices} devices with two along each axis; expected at most "
-            f"{MOST_DEVICES} virtual ones. Check a plan with fewer stages or axes"
+            f"with size 2 of each of its {len(plan.axes)} mesh axes, the plan needs "
+            f"{mesh.num_devices} virtual devices; expected at most {MOST_DEVICES}. "
+            "Check a plan with fewer stages or axes"
         )
     return mesh
 
@@ -88,7 +88,7 @@ def _halved(plan: Plan) -> dict[str, int]:
 
 
 def _kept_ranks(plan: Plan, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ranks of ``data`` that are kept: those that differ most."""
+    """Returns the ranks of ``data`` to run, those that differ most."""
     if not plan.shares:
         return ()
     every = range(len(plan.shares))
@@ -108,7 +108,7 @@ def _devices(plan: Plan, sizes: Mapping[str, int], ranks: Sequence[int]) -> int:
 
 
 def _shares(shares: Sequence[int]) -> tuple[int, ...]:
-    """Returns shares that differ as before, with few micro-batches each."""
+    """Reduces many micro-batches to shares of 1, where least, and 2 elsewhere."""
     if sum(shares) <= 2 * MOST_MICRO_BATCHES:
         return tuple(shares)
     least = min(shares)
@@ -119,7 +119,7 @@ def _micro_batches(plan: Plan, multiple: int) -> int:
     count = plan.num_micro_batches
     if plan.stages is None:
         return min(count, multiple if count > MOST_MICRO_BATCHES else count)
-    # A schedule repeats itself after as many micro-batches as there are stages.
+    # A schedule repeats itself after one micro-batch per stage.
     stages = len(plan.stage_plans) or plan.axis_sizes.get("stage", 1)
     return min(count, max(2 * stages, MOST_MICRO_BATCHES))
 
@@ -128,7 +128,7 @@ def _stage_layers(plan: Plan) -> tuple[int, ...]:
     if plan.stages is None or not plan.stages.layers or plan.stage_plans:
         return ()
     least = min(plan.stages.layers)
-    # A part without layers stays without.
+    # A virtual stage without layers gets none.
     return tuple(
         min(layers, 1 if layers == least else 2) for layers in plan.stages.layers
     )

@@ -1,8 +1,7 @@
-"""Computes a loss on one device, one micro-batch at a time.
+"""Computes a loss on one device, one micro-batch at a time, as reference of a check.
 
-It is the reference of every check: the user's own loss (or its traced program), without
-any lowering. Micro-batch m of M has the samples m, m + M and so on. If some samples
-stay together, these are the numbers of their groups.
+The loss is the user's code or its traced program, without any lowering. Micro-batch m
+of M has the samples m, m + M and so on, or groups of samples with these numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 
 
 FLOOR: Final = 1e-3
-"""Part of the root mean square of all leaves' norms that is the least divisor of an
-error.
-"""
+"""Least divisor of an error, relative to the root mean square of the leaf norms."""
 
 _LOSS_SCALE: Final = 2.0**15
-"""In float16 small gradients vanish, on one device as on many."""
+"""Loss scale in float16, in which small gradients would become zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +32,8 @@ class Reference:
 
     Attributes:
         loss: Mean loss.
-        gradients: Flat gradients of the mean loss, by rank of ``data`` if requested,
-            else one list.
-        weights: Weight of each rank.
+        gradients: Flat gradients of the mean loss, a list for each rank.
+        weights: Weight of each rank in the mean.
     """
 
     loss: float
@@ -56,13 +52,13 @@ def reference(
 
     Args:
         adapter: Model and loss, at the precision of the computation.
-        batch_axes: Dimension of the samples in each leaf of a batch, or None.
+        batch_axes: Dimension of the samples in each leaf of the batch; None if a leaf
+            has none.
         cut: Division of a batch into micro-batches.
-        ranks: Number of parts of the batch with separate gradients, for plans that do
-            not combine them by their mean.
+        ranks: Number of ranks with separate gradients: 1 if the plan takes their mean.
 
     Returns:
-        A function of (params, rest, batch, key), trees of arrays.
+        Function of (params, rest, batch, key), which are trees of arrays.
     """
     half = adapter.compute_dtype == jnp.float16
     scale = _LOSS_SCALE if half else 1.0
@@ -135,7 +131,9 @@ def _counted_once(rest: Any, before: Any) -> Any:
 def leaf_errors(
     got: Sequence[np.ndarray], true: Sequence[np.ndarray]
 ) -> list[tuple[float, float]]:
-    """Returns (error, norm) of each leaf: ‖difference‖ / ‖true‖, with a least divisor.
+    """Returns the error ‖difference‖ / ‖true‖ and the norm ‖true‖ of each leaf.
+
+    The divisor is at least ``FLOOR`` times the root mean square of all norms.
 
     Args:
         got, true: Leaves in the same order.
@@ -149,7 +147,7 @@ def leaf_errors(
     for a, b, norm in zip(got, true, norms, strict=True):
         left = np.asarray(a, np.float64) - np.asarray(b, np.float64)
         error = float(np.linalg.norm(left)) / max(norm, floor, np.finfo(float).tiny)
-        # NaN must not count as small.
+        # NaN is the largest error.
         errors.append((error if np.isfinite(error) else float("inf"), norm))
     return errors
 
@@ -157,10 +155,10 @@ def leaf_errors(
 def recording(
     optimizer: optax.GradientTransformation | None,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose state also stores its gradients.
+    """Returns an optimizer whose state also has the last gradients.
 
     Args:
-        optimizer: The user's; default: gradient descent.
+        optimizer: Optimizer of the user; None is gradient descent.
     """
     inner = optax.sgd(0.125) if optimizer is None else optimizer
     extended = optax.with_extra_args_support(inner)

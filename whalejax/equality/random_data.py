@@ -1,7 +1,7 @@
-"""Numbers for a reduced model and batch, of the same kinds as the user's.
+"""Makes values for the leaves of a reduced model and batch.
 
-A part of the user's arrays is used and slightly perturbed, so that nothing is exactly
-zero or equal; if there are only shapes, numbers are drawn.
+Values come from the user's arrays, with small changes so that none are zero or equal.
+If the user gave only shapes, values are random.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whalejax.adapters.leaves import is_key
 
 
 MOST_VALUES: Final = 4096
-"""Most values of an array that are passed to the checking process."""
+"""Largest number of values of an array that the checking process gets."""
 
 
 def sample(leaf: Any) -> np.ndarray | None:
@@ -32,7 +32,7 @@ def sample(leaf: Any) -> np.ndarray | None:
         return None
     size, shape = 1, np.shape(leaf)
     corner: list[slice] = []
-    for extent in reversed(shape):  # full last dimensions, unless they are large
+    for extent in reversed(shape):
         taken = min(extent, max(1, MOST_VALUES // size))
         corner.append(slice(0, taken))
         size *= taken
@@ -46,14 +46,14 @@ def weights(
     *,
     trained: bool,
 ) -> list[Any]:
-    """Returns values of a model's leaves.
+    """Returns values for a model's leaves.
 
     Args:
         avals: Shapes and dtypes of the leaves.
-        samples: Values from the user, or None.
+        samples: Some values of each of the user's leaves; None for an abstract leaf.
         chance: Random number generator.
-        trained: Whether the leaves are parameters; other leaves (variances, counters)
-            keep their signs.
+        trained: Whether the leaves are parameters. The values of other leaves, such as
+            variances, keep their signs.
     """
     pairs = zip(avals, samples, strict=True)
     return [_weight(aval, some, chance, trained) for aval, some in pairs]
@@ -90,11 +90,11 @@ def batch(
     bounds: Mapping[int, int],
     chance: np.random.Generator,
 ) -> list[Any]:
-    """Returns values of a batch's leaves.
+    """Returns values for a batch's leaves.
 
     Args:
         avals, samples, chance: Arguments of ``weights``, unchanged.
-        bounds: Exclusive upper bound of an integer leaf's values, by leaf number.
+        bounds: Exclusive upper bound of integer leaves, by leaf number.
     """
     pairs = zip(avals, samples, strict=True)
     return [
@@ -125,7 +125,7 @@ def _batch_leaf(
 
 
 def _redrawn(some: np.ndarray, aval: Any, chance: np.random.Generator) -> np.ndarray:
-    """Draws from the user's values; if over two differ, they are changed a little."""
+    """Draws from the user's values; perturbs them unless there are only two."""
     drawn = np.asarray(chance.choice(some.ravel(), aval.shape), np.float64)
     if len(np.unique(some)) > 2:
         drawn = drawn * (1 + 0.1 * chance.standard_normal(aval.shape))

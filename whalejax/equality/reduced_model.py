@@ -1,8 +1,8 @@
-"""A user's model and loss at reduced sizes, or at their own if that is impossible.
+"""Reduces the sizes of a model and its loss, where possible.
 
-First the user's own code is traced with smaller leaves, which suffices if it reads its
-sizes from arrays. Otherwise its traced program runs at the reduced sizes. If an
-equation is impossible at these, its dimensions get their own sizes back.
+First the user's code is traced with smaller arrays. This fails if the code has fixed
+sizes; then its traced program runs at the reduced sizes. If an equation is impossible
+at these sizes, its dimensions are not reduced.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from whalejax.user_code.losses import LossResult
 Way = Literal["code", "program", "own sizes"]
 
 _MOST_TRIES: Final = 12
-"""Times that a program is traced again because a dimension could not be reduced."""
+"""Largest number of traces; each trace restores a dimension that cannot be reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A planned model.
+    """A model with its traced loss.
 
     Attributes:
         adapter: Model, without values.
@@ -45,7 +45,7 @@ class PlannedModel:
         batch_axes: Argument of ``wh.plan``, unchanged.
         num_micro_batches: Number of micro-batches in a step.
         precision: Precision of the plan.
-        captured: Captured loss, cast as planned.
+        captured: Traced loss at the precision of the plan.
         analysed: Logical dimensions of the loss.
     """
 
@@ -66,7 +66,7 @@ class PlannedModel:
         num_micro_batches: int,
         precision: str,
     ) -> PlannedModel:
-        """Traces a model and finds its dimensions."""
+        """Traces a model's loss and finds its logical dimensions."""
         captured = capture(
             at_precision(adapter, precision),
             batch,
@@ -90,11 +90,10 @@ class ReducedModel:
 
     Attributes:
         planned: Traced model at reduced sizes.
-        way: Program of the run: the user's ``"code"``, its traced ``"program"`` with
-            other sizes, or either at its ``"own sizes"``.
-        sizes: Role of the planned model to its reduced size.
-        kept: (role, reason) of those that could not be reduced.
-        layers: Number of layers in a Python loop, if only three of them run; else 0.
+        way: Program of the run; see ``CheckRun.way``.
+        sizes: Reduced size of each role.
+        kept: Pairs of a role that could not be reduced, and the reason.
+        layers: Number of layers in a Python loop of which only three run; 0 if all run.
     """
 
     planned: PlannedModel
@@ -106,12 +105,12 @@ class ReducedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizedAdapter(Adapter):
-    """An adapter whose loss is a resized program."""
+    """Adapter of a model whose loss is a resized program."""
 
     program: ResizedProgram
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
-        """Evaluates the traced loss at the sizes of its arguments."""
+        """Evaluates the resized program."""
         values = jax.tree.leaves((params, rest, batch))
         values += [rng] if self.takes_rng else []
         total, weight, *others = self.program.run(values)
@@ -132,13 +131,13 @@ def reduced_models(
     *,
     skips: bool,
 ) -> Iterator[ReducedModel]:
-    """Yields a model at reduced sizes, in every possible way, the best first.
+    """Yields forms of a model at reduced sizes, the best first.
 
     Args:
-        model: Planned model.
-        sizes: Role to its reduced size.
+        model: Model at its own sizes.
+        sizes: Reduced size of each role.
         num_micro_batches: Reduced number of micro-batches.
-        skips: Whether equal layers of a Python loop may be omitted.
+        skips: Whether equal layers of a Python loop may be skipped.
 
     Raises:
         CheckError: The traced program cannot run at other sizes.
@@ -149,7 +148,7 @@ def reduced_models(
     if not sizes and num_micro_batches == model.num_micro_batches:
         yield ReducedModel(planned=model, way="own sizes", sizes={})
         return
-    # Whatever error the user's code raises, its traced program can be tried.
+    # After any error of the user's code, its traced program can be tried.
     try:
         yield _by_code(model, sizes, num_micro_batches)
     except Exception:
@@ -182,8 +181,8 @@ def _by_program(
 ) -> Iterator[ReducedModel]:
     if model.captured.axes:
         raise CheckError(
-            f"the loss names the mesh axes {', '.join(model.captured.axes)} itself, so "
-            "its traced program cannot be run at other sizes"
+            f"the loss uses the mesh axes {', '.join(model.captured.axes)} by name, so "
+            "its traced program cannot run at other sizes"
         )
     sizes, kept = dict(sizes), list[tuple[int, str]]()
     tied = [*tied_roles(model.analysed.graph, model.analysed.dims)]
@@ -196,7 +195,7 @@ def _by_program(
             batch = {role.index for role in model.analysed.dims.batch}
             if not sizes:
                 raise CheckError(error.text) from error
-            # The batch is always reduced, unless nothing else can be the cause.
+            # Restore other dimensions before that of the samples.
             blamed = blamed - batch or blamed or frozenset(sizes)
             blamed = blamed.union(*(group for group in tied if blamed & group.keys()))
             for role in blamed & sizes.keys():

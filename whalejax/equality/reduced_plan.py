@@ -1,8 +1,7 @@
-"""A plan with the layouts and options of another, at a reduced model's sizes.
+"""Makes a plan for a reduced model, with the layouts and options of the model's plan.
 
-Layouts use names of logical dimensions and mesh axes, so they are valid at any size
-that the axes divide. Names that contain a size (``dim64``) are matched by the
-dimension's position.
+Layouts name logical dimensions and mesh axes, so they are valid at other sizes. Names
+that contain a size, such as ``dim64``, are matched by the dimension's position.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ def reduced_plan(
 
     Args:
         plan: Plan of the original model.
-        model: Planned model.
+        model: Model at its own sizes.
         reduced: Model at reduced sizes.
-        mesh: Reduced axes, micro-batches and layers.
+        mesh: Reduced numbers of devices, micro-batches and layers.
 
     Raises:
-        CheckError: A dimension or TaskGraph of the plan is missing at reduced sizes, or
-            the stages have another number of layers than the model.
+        CheckError: The reduced model lacks a dimension or TaskGraph of the plan, or its
+            number of layers is not that of the stages.
     """
     small = reduced.planned
     names = _names(plan, model, small)
@@ -95,8 +94,8 @@ class _Builder:
             compute=tuple(self._table(table) for table in plan.compute),
             storage=self._renamed(plan.storage),
             model_hash=self.model_hash,
-            # The loss at its own sizes was checked; a program of other sizes may
-            # contain constants of the full model.
+            # Samples were proven independent at full size. A resized program may
+            # contain constants of the full model, so it is not checked again.
             per_micro_batch=True,
             optimizer_bytes=None,
             question=None,
@@ -140,8 +139,8 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
         if there is None:
             if again is None and role.size > 1:
                 raise CheckError(
-                    f"the dimension {name} of size {role.size}, which the plan shards, "
-                    "does not exist at reduced sizes"
+                    f"the reduced model lacks the dimension {name} of size "
+                    f"{role.size}, which the plan shards"
                 )
         elif again is None or again.index != there:
             result[name] = now.roles[there].name
@@ -149,10 +148,10 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
 
 
 def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
-    """Maps roles of a model to those at the same positions of the reduced model.
+    """Maps roles of a model to roles at the same positions of the reduced model.
 
-    Parameters and the batch come first. Then come operations, by kind and in order, if
-    both programs have the same number of that kind.
+    Positions are those in parameters and in the batch, then those in operations of a
+    kind that both programs have equally often.
     """
     full, now = model.analysed, small.analysed
     places: dict[int, int] = {}
@@ -199,17 +198,15 @@ def _check_layers(small: PlannedModel, mesh: MeshReduction) -> None:
     wanted = sum(mesh.stage_layers)
     if wanted and counts != {wanted}:
         raise CheckError(
-            f"stages of {wanted} layers in all would run a model of "
+            f"the stages have {wanted} layers, but the model has "
             f"{', '.join(map(str, sorted(counts))) or 'no'} layers"
         )
 
 
 def _check_task_graphs(plan: Plan, model: PlannedModel, small: PlannedModel) -> None:
-    """Checks that TaskGraph names match, since their tables are found by name."""
+    """Checks that the reduced model has the TaskGraphs of the plan."""
     full = {g.name for g in model.analysed.graph.task_graphs}
     now = {g.name for g in small.analysed.graph.task_graphs}
     lost = sorted(full - now) if plan.stages is None else []
     if lost:
-        raise CheckError(
-            f"the TaskGraphs {', '.join(lost)} are not found at reduced sizes"
-        )
+        raise CheckError(f"the reduced model lacks the TaskGraphs {', '.join(lost)}")

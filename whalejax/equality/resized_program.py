@@ -1,11 +1,12 @@
-"""A traced loss at other sizes.
+"""Runs a traced loss at other sizes.
 
-A user's code may have fixed sizes (``reshape(b, s, 32, 128)``), so that it cannot run
-with smaller parameters. Its traced program can. There every dimension of every value is
-a known logical dimension, so equations with sizes as parameters get other sizes. Calls
-are inlined, including those with custom derivative rules, which were traced for one
-size. Literals stay unchanged; a mean divides by the old count, both in the plan and on
-one device.
+Code with fixed sizes, such as ``reshape(b, s, 32, 128)``, cannot run with smaller
+parameters, but its traced program can. The logical dimension of each dimension of a
+value is known, so equations with sizes as parameters get other sizes. All calls are
+inlined, also those with custom derivative rules.
+
+Literals stay unchanged. For instance, a mean divides by the old count, in the plan and
+on one device.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class UnresizableError(Exception):
     """An equation that is impossible at the requested sizes.
 
     Attributes:
-        roles: Logical dimensions of the equation.
-        text: Text of the equation and its line.
+        roles: Logical dimensions of the equation that can be the cause.
+        text: Text with the equation and its line of code.
     """
 
     def __init__(self, roles: frozenset[int], text: str) -> None:
@@ -51,11 +52,12 @@ class ResizedProgram:
     """A traced loss that can run with other sizes of its logical dimensions.
 
     Attributes:
-        captured: Captured loss.
+        captured: Traced loss.
         analysed: Logical dimensions of the loss.
-        sizes: Role to its reduced size; missing roles keep theirs.
+        sizes: Reduced sizes of roles; other roles are not reduced.
         skipped: Layers that do not run.
-        chosen: Roles of parameters and of the batch, whose sizes are chosen.
+        chosen: Roles of parameters and of the batch. Sizes of other roles may follow
+            from theirs.
     """
 
     captured: Captured
@@ -81,7 +83,7 @@ class ResizedProgram:
         """Runs the program.
 
         Args:
-            values: Parameters, the rest, the batch and a key, as for the flat loss; the
+            values: Leaves of the parameters, other state and batch, and a key. The
                 batch may have any number of samples.
 
         Raises:
@@ -99,7 +101,7 @@ class ResizedProgram:
 
         Args:
             tensor: Id of the value in the graph.
-            sizes: Sizes of roles; default: the program's own.
+            sizes: Reduced sizes of roles; default: those of the program.
         """
         rank = len(self.captured.graph.tensors[tensor].shape)
         known = self.sizes if sizes is None else sizes
@@ -118,7 +120,7 @@ class ResizedProgram:
         )
 
     def roles(self, tensors: Sequence[int | None]) -> frozenset[int]:
-        """Returns the reduced roles of some values."""
+        """Returns the roles of some values that are reduced."""
         layouts = self.analysed.dims.layouts
         roles = {r for t in tensors if t is not None for a in layouts[t] for r in a}
         return frozenset(r for r in roles if r in self.sizes)
@@ -128,7 +130,7 @@ class ResizedProgram:
         return self.captured.outputs.get(position, ())
 
     def blamed(self, position: Position, error: Exception) -> frozenset[int]:
-        """Returns the reduced roles of an equation, or only those that the error names.
+        """Returns the reduced roles of an equation that can have caused an error.
 
         Args:
             position: Position of the equation.
@@ -145,7 +147,7 @@ class ResizedProgram:
         return self.roles((*given, *made))
 
     def constant(self, value: Any) -> Any:
-        """Returns a part of an array constant."""
+        """Returns an array constant, cut to the reduced sizes."""
         tensor = self._constants.get(id(value))
         if tensor is None or not self.analysed.dims.layouts[tensor]:
             return value
@@ -153,7 +155,7 @@ class ResizedProgram:
 
 
 def scale_size(size: int, whole: int, reduced: int | None) -> int:
-    """Reduces a size in proportion to that of its role.
+    """Reduces a size in the same proportion as its role.
 
     >>> scale_size(8, 16, 4), scale_size(16, 16, None)
     (2, 16)
@@ -215,10 +217,7 @@ class _Run:
             ) from error
 
     def _learn(self, position: Position, results: Sequence[Any]) -> None:
-        """Records sizes that result from operations, such as a concatenation.
-
-        Sizes of parameters and of the batch are chosen; others may follow from them.
-        """
+        """Records sizes of roles that follow from an operation's operands."""
         dims = self.program.analysed.dims
         for tensor, value in zip(self._results(position), results, strict=False):
             if tensor is None:
@@ -262,7 +261,7 @@ class _Run:
         return lambda values: self.body(jaxpr, values, position)
 
     def _length(self, equation: Any, values: Sequence[Any], position: Position) -> int:
-        """Returns the iterations of a scan: the new number of slices in its stacks."""
+        """Returns the number of iterations of a scan at reduced sizes."""
         parts = _compat.scan_parts(equation)
         stacks = values[parts.num_consts + parts.num_carries :]
         if stacks:

@@ -1,9 +1,9 @@
-"""Reduced sizes of a model's logical dimensions.
+"""Chooses reduced sizes of a model's logical dimensions.
 
-A dimension keeps a few elements for each device that shards it, so that each shard has
-neighbours and an inside. If an axis does not divide a dimension, it does not divide the
-reduced size either. Sizes that differ only by an edge still do so (targets are tokens
-without the first).
+Each shard of a dimension keeps a few elements, so that it has inner elements and
+neighbours. An axis divides the reduced size if and only if it divides the full one.
+Small differences between sizes stay, such as that of tokens and of targets, which lack
+the first token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whalejax.planner.plan_entries import RegionTable
 
 
 SMALL: Final = 8
-"""Unsharded dimensions up to this size stay unchanged."""
+"""Largest size of unsharded dimensions that are not reduced."""
 
 _EDGE: Final = 4
 _EDGES: Final = ("slice", "pad", "concatenate", "dynamic_slice")
@@ -31,12 +31,12 @@ _EDGES: Final = ("slice", "pad", "concatenate", "dynamic_slice")
 
 @dataclass(slots=True)
 class _Divisors:
-    """Divisors of a role: pairs of the plan's and the reduced number of devices."""
+    """Numbers of devices that shard a role: pairs of the plan's and the reduced one."""
 
     pairs: set[tuple[int, int]] = field(default_factory=set)
 
     def needed(self, whole: int) -> int:
-        """Returns the least size with the divisors of the full one."""
+        """Returns the least size that all numbers divide that divide the full size."""
         return math.lcm(*(now for full, now in self.pairs if whole % full == 0), 1)
 
     def like(self, size: int, whole: int) -> bool:
@@ -50,9 +50,9 @@ def reduced_sizes(
 
     Args:
         plan: A runnable plan.
-        analysed: Planned loss at the plan's own sizes.
-        mesh: Reduced axes.
-        multiple: Elements per device along a sharded dimension.
+        analysed: Logical dimensions of the loss at the plan's sizes.
+        mesh: Reduced mesh axes.
+        multiple: Number of elements per device along a sharded dimension.
     """
     graph, dims = analysed.graph, analysed.dims
     divisors = _divisors(plan, analysed, mesh)
@@ -96,7 +96,7 @@ def _divisors(
         for role, axes in _tables(part, analysed.dims):
             pair = (math.prod(full[a] for a in axes), math.prod(now[a] for a in axes))
             divisors[role].pairs.add(pair)
-            if "context" in axes:  # rows of causal attention are in zig-zag order
+            if "context" in axes:  # zig-zag order needs two blocks per device
                 divisors[role].pairs.add((2 * pair[0], 2 * pair[1]))
         for role, axes in _specs(part, analysed):
             pair = (
@@ -114,7 +114,7 @@ def _parts(plan: Plan) -> Iterator[Plan]:
 
 
 def _tables(plan: Plan, dims: Dimensions) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields (role, axes) that a table may shard, also over several axes at once."""
+    """Yields (role, axes) of all dimensions that the tables of a plan shard."""
     storage = RegionTable(task_graph="", marks=(), axes=plan.storage)
     for table in (*plan.compute, storage):
         axes_of: dict[int, list[str]] = defaultdict(list)
@@ -162,13 +162,13 @@ def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     for op in graph.ops:
         if op.kind == "scan" and not op.results:
             for tensor in op.operands:
-                # Positions of a scan along a sequence are no layers.
+                # A scan along a sequence has no layers.
                 if weight[tensor] and dims.layouts[tensor]:
                     roles.update(dims.layouts[tensor][0])
     return frozenset(roles)
 
 
-# Dimensions that differ by an edge.
+# Roles whose sizes differ by a few elements.
 
 
 def _keep_edges(
@@ -178,7 +178,7 @@ def _keep_edges(
     multiple: int,
     found: dict[int, int],
 ) -> None:
-    """Keeps small or zero size differences between roles at the reduced sizes."""
+    """Changes reduced sizes so that roles in a group differ by as much as before."""
     sizes = {role.index: role.size for role in dims.roles}
     for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)
@@ -212,7 +212,7 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
         dims: Logical dimensions of the loss.
 
     Yields:
-        For each role of a group, by how much it is larger than the first.
+        Difference in size of each role of a group from the first role.
     """
     larger: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for one, other, difference in {*_edges(graph, dims), *_cuts(graph, dims)}:
@@ -226,9 +226,9 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
 
 
 def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
-    """Yields (role, role, 0) for roles that differ only in their sharding.
+    """Yields (role, role, 0) for roles of one dimension that may be sharded separately.
 
-    In self-attention a sequence has two roles of one size.
+    For instance, the sequence of self-attention has a role in queries and one in keys.
     """
     for (index, slot), layout in dims.seen.items():
         op = graph.ops[index]
@@ -259,7 +259,7 @@ def _edges(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
 def _connected(
     left: set[int], larger: Mapping[int, Sequence[tuple[int, int]]]
 ) -> dict[int, int]:
-    """Returns connected roles, with their sizes relative to the first."""
+    """Returns a group of connected roles, with differences in size from the first."""
     first = min(left)
     group, waiting = {first: 0}, [first]
     while waiting:

@@ -1,7 +1,7 @@
-"""Runs a plan at reduced sizes and one device, and compares them leaf by leaf.
+"""Runs a step of a plan at reduced sizes and on one device, and compares each leaf.
 
-It runs in the process of ``check_worker``. For even and for odd extents, the first form
-of the model that the plan's executor accepts runs one step.
+This module runs in the process of ``check_worker``. It tries several reduced forms of
+the model, and uses the first one that the executor accepts.
 """
 
 from __future__ import annotations
@@ -42,28 +42,26 @@ from whalejax.runtime.train_step import step_of
 
 
 TOLERANCE: Final = 1e-5
-"""Relative tolerance in float32; for 16 bits see ``_tolerance``."""
+"""Least error limit in float32; for 16 bits see ``_tolerance``."""
 
 NOISE_FACTOR: Final = 3.0
-"""Largest ratio of an error to the change from rounding the parameters."""
+"""Accepted ratio of an error to the noise of ``_limits``."""
 
 MOST_LIMIT: Final = 0.4
-"""Largest limit; a gradient that is doubled, halved or incomplete differs by more."""
+"""Largest error limit; doubled, halved or incomplete gradients have larger errors."""
 
 _COPIES: Final = 4
-"""Copies of a model's size: parameters, gradients, recorded gradients,
-optimizer state.
-"""
+"""Copies of the model's size: parameters, gradients, their record, optimizer state."""
 
 
 def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
-    """Checks a plan at several extents.
+    """Checks a plan with each number of elements per device of a request.
 
     Args:
         request: Plan, model and limits of the check.
 
     Returns:
-        Comparisons, and the reasons for those that were impossible.
+        Comparisons, and the reasons why others were impossible.
 
     Raises:
         PlanError: The plan was made for another model, loss or batch.
@@ -102,9 +100,9 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
 def _variants(
     plan: Plan, request: CheckRequest
 ) -> Iterator[tuple[Plan, tuple[int, ...]]]:
-    """Yields the plan; a 16-bit plan also in float32, first.
+    """Yields the plan with the multiples to check, and a 16-bit plan in float32 before.
 
-    Rounding in 16 bits may exceed the change from a wrong layout.
+    Rounding errors in 16 bits may be larger than those of a wrong layout.
     """
     exact = dataclasses.replace(plan, precision="f32", precisions=())
     yield exact, request.multiples
@@ -137,7 +135,7 @@ def _run(
             _check_memory(request, reduced, mesh)
             small = reduced_plan(plan, model, reduced, mesh)
             result = _compare_step(request, small, reduced)
-        # If a way fails before the comparison, another way may run.
+        # If a form of the model fails before the comparison, try the next one.
         except Exception as error:
             text = str(error) or type(error).__name__
             reasons.append(f"{reduced.way}: {text.strip():.600}")
@@ -169,9 +167,9 @@ def _ways(
     mesh: MeshReduction,
     reasons: list[str],
 ) -> Iterator[ReducedModel]:
-    """Yields the forms of a model to try, the smallest first, its own sizes last."""
+    """Yields the forms of a model to try, the full model last."""
     try:
-        # Stages are cut between layers, and every layer must be in one of them.
+        # The layers of stages are numbered, so none may be skipped.
         skips = plan.stages is None
         yield from reduced_models(model, sizes, mesh.num_micro_batches, skips=skips)
     except CheckError as error:
@@ -187,10 +185,9 @@ def _check_memory(
     needed = state_bytes(reduced.planned) * copies
     if needed > request.limit_bytes:
         raise CheckError(
-            f"up to {needed / 1e9:.1f} GB would be needed on {mesh.num_devices} "
-            f"virtual devices; the check may take {request.limit_bytes / 1e9:.1f} GB. "
-            "Let wh.check take more of this machine's with memory_bytes=, or check a "
-            "smaller model of the kind"
+            f"the check may need {needed / 1e9:.1f} GB on {mesh.num_devices} virtual "
+            f"devices; the limit is {request.limit_bytes / 1e9:.1f} GB. Raise it with "
+            "memory_bytes= of wh.check, or check a smaller model of this kind"
         )
 
 
@@ -211,7 +208,7 @@ def _widened(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-# Numbers.
+# Values of the arrays.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +282,8 @@ def _compare_step(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> C
     if max(limit, parameter_limit) > MOST_LIMIT:
         raise CheckError(
             f"rounding alone changes a gradient of one device by {noise:.1g} of its "
-            f"norm, so that a wrong one might not be seen (at most {MOST_LIMIT} is "
-            "told apart). Check the same layout with precision f32, or another seed="
+            f"norm, which may hide errors (the largest limit is {MOST_LIMIT}). Check "
+            "the same layout with precision f32, or with another seed="
         )
     paths = planned.adapter.param_paths
     updated = leaf_errors(after, expected.params)
@@ -314,9 +311,8 @@ def _leaves(
 def _check_finite(expected: Any) -> None:
     if not np.isfinite(expected.loss):
         raise CheckError(
-            f"on random data the loss is {expected.loss} on one device, too, so "
-            "nothing can be compared. Give wh.check a model and a batch with real "
-            "values, whose kinds of numbers it then keeps"
+            f"on random data the loss is {expected.loss} on one device too, so nothing "
+            "can be compared. Give wh.check a model and a batch with real values"
         )
     if not any(np.any(g) for g in expected.gradients):
         raise CheckError(
@@ -333,12 +329,11 @@ def _limits(
     expected: TrueStep,
     recorded: Sequence[np.ndarray],
 ) -> tuple[float, float, float]:
-    """Returns the largest accepted errors of gradients and parameters, and the noise.
+    """Returns the error limits of gradients and of parameters, and the noise.
 
-    The noise is the change of one device's gradients if parameters move by one unit in
-    the last place of the computing type. Updates normally have no noise, because both
-    sides use the gradients of the plan's step. If every rank has its own optimizer,
-    these gradients are not recorded, so updates have noise too.
+    The noise is the change of one device's gradients if parameters change by one unit
+    in the last place of the computing type. Updates have noise only if each rank has
+    its own optimizer. Otherwise both sides apply the same gradients, those of the plan.
     """
     tolerance, unit = _tolerance(plan, planned)
     chance = np.random.default_rng(1)
@@ -362,7 +357,7 @@ def _largest(got: Sequence[np.ndarray], true: Sequence[np.ndarray]) -> float:
 
 
 def _tolerance(plan: Plan, planned: PlannedModel) -> tuple[float, float]:
-    """Returns the least limit of the computing type, and its unit in the last place."""
+    """Returns the least error limit and the unit in the last place of the type."""
     kinds = {plan.precision, *dict(plan.precisions).values()}
     kinds.update(tensor.dtype for tensor in planned.captured.graph.tensors)
     if kinds & {"bf16", "bfloat16"}:

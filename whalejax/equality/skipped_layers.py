@@ -1,8 +1,8 @@
-"""Equal layers of a Python loop; a reduced program runs only three of them.
+"""Finds equal layers of a Python loop, of which a reduced program runs only three.
 
-Layers in a scan are reduced as any dimension is. Those of a Python loop are consecutive
-equations. If these repeat, only the first two layers and the last one run, and readers
-of a skipped layer's value get the second layer's.
+The layers of a Python loop are consecutive equations of a traced loss. If they repeat,
+only the first two layers and the last one run. Readers of a value of a skipped layer
+read that of the second layer.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from whalejax.planner.model.repeated_layers import layer_starts
 
 
 MOST_LAYERS: Final = 4
-"""Number of layers up to which all run."""
+"""Largest number of layers of which none is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedLayers:
-    """Equations that are skipped.
+    """Layers of a loop, and the equations that are skipped.
 
     Attributes:
-        position: Position of their jaxpr.
+        position: Position of the jaxpr of the loop.
         first: First equation of the second layer.
         period: Number of equations of a layer.
-        start, end: First skipped equation, and end of the skipped ones.
+        start, end: Half-open range of the skipped equations.
         layers: Number of layers.
     """
 
@@ -40,7 +40,10 @@ class SkippedLayers:
     layers: int
 
     def source(self, index: int) -> int | None:
-        """Returns the equation whose results replace a skipped one's, or None."""
+        """Returns the equation whose results replace those of a skipped equation.
+
+        None if the equation is not skipped.
+        """
         if not self.start <= index < self.end:
             return None
         return self.first + (index - self.first) % self.period
@@ -50,7 +53,7 @@ def skipped_layers(captured: Captured) -> SkippedLayers | None:
     """Returns the layers of a traced loss that can be skipped; None if there are none.
 
     Args:
-        captured: Captured loss.
+        captured: Traced loss.
     """
     graph = captured.graph
     starts = [graph.ops[op].position for op in layer_starts(graph)[:-1]]
@@ -104,10 +107,10 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """Maps each skipped equation to the equation whose results replace its own.
+    """Maps each skipped equation of a jaxpr to the equation that replaces it.
 
     Args:
-        skipped: Skipped layers, if any.
+        skipped: Skipped layers, or None.
         position: Position of the jaxpr.
     """
     if skipped is None or position != skipped.position:

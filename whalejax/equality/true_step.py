@@ -1,7 +1,7 @@
-"""A step of one device: the loss, the gradients as a plan combines them, the update.
+"""Computes the step of a plan on one device: loss, combined gradients, update.
 
-The update uses the gradients that the plan's own step reports. Optimizers such as Adam
-divide by them, so rounding alone would move a parameter whose gradient is zero.
+The update uses the gradients of the plan's step instead of its own. Optimizers such as
+Adam divide by gradients, so rounding errors of tiny gradients would change the update.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from whalejax.planner.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrueStep:
-    """Results of one device's step.
+    """Results of a step on one device.
 
     Attributes:
         loss: Mean loss.
-        gradients: Flat gradients, as passed to the optimizer.
+        gradients: Flat gradients that the optimizer would get.
         params: Flat parameters after the update.
     """
 
@@ -49,12 +49,12 @@ def true_step(
 
     Args:
         plan: Plan at reduced sizes.
-        planned: Planned model.
-        optimizer: Optimizer of the user, or None.
+        planned: Model at reduced sizes.
+        optimizer: Optimizer of the user; None is gradient descent.
 
     Returns:
-        Function of numbers (``params``, ``rest``, ``batch`` and ``key``) and of the
-        flat gradients that the plan's own step gave its optimizer.
+        Function of values (``params``, ``rest``, ``batch`` and ``key``) and of the flat
+        gradients that the step of the plan gave to its optimizer.
     """
     adapter = _at_plan_precision(plan, planned)
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes[DATA]
@@ -111,7 +111,7 @@ def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
     return ResizedAdapter(**fields, program=program)
 
 
-# Combination of ranks.
+# Combination of the gradients of ranks.
 
 
 def _gradients(plan: Plan, planned: PlannedModel, found: Reference) -> list[np.ndarray]:

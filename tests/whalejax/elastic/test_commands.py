@@ -59,7 +59,7 @@ def test_a_wrong_number_of_processes_is_one_error(
         f"--processes is {words}" in said
         for words in (
             f"{text!r}; expected a number",
-            f"{text}, whose MIN is over its MAX; expected 2:4",
+            f"{text}, with MIN above MAX; expected 2:4",
             f"{text}; expected a MAX of at most 4096",
         )
     )
@@ -250,7 +250,7 @@ def test_train_goes_on_where_it_is_told_to(
     (tmp_path / "step_000010").mkdir()
     words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
     assert main(words) == 2
-    assert "the latest step_000010. Go on from it with --resume" in (
+    assert "the latest step_000010. Continue from it with --resume" in (
         capsys.readouterr().err
     )
     assert not supervised

@@ -89,14 +89,14 @@ def test_the_timeline_is_told_and_drawn(tmp_path: Path) -> None:
     assert text.startswith(
         "Elastic run: complete, 15 s, 6 steps, 2 generations, 1 lost or failed"
     )
-    assert "2 steps done again" in text
+    assert "2 steps repeated" in text
     assert "generation 2 at 9 s, step 2: m2; its first step came 3.0 s later" in text
     assert "m1 lost at 8 s: its process <ended>" in text
     root = ElementTree.fromstring(found.svg)
     titles = [e.text for e in root.iter() if e.tag.endswith("title")]
     assert "m1 training in generation 1" in titles
     assert "m1 lost: its process <ended>" in titles
-    assert any("steps 4 to 4, done again" == title for title in titles)
+    assert any("steps 4 to 4, repeated" == title for title in titles)
     found.save(tmp_path / "run.svg")
     assert ElementTree.parse(tmp_path / "run.svg").getroot() is not None
 
@@ -115,7 +115,7 @@ def test_one_of_the_runs_of_a_folder(tmp_path: Path) -> None:
     assert wh.run_timeline(tmp_path).status.steps_done == 0
     assert wh.run_timeline(tmp_path, run=1).status.steps_done == 6
     assert wh.run_timeline(str(tmp_path), run=1).steps_again == 2
-    with pytest.raises(wh.WhaleError, match=r"run is 3, and .* holds 2. Give 1 to 2"):
+    with pytest.raises(wh.WhaleError, match=r"run is 3; expected 1 to 2, the number"):
         wh.run_timeline(tmp_path, run=3)
     with pytest.raises(wh.WhaleError, match="run is 0; expected a whole number, 1"):
         wh.run_timeline(tmp_path, run=0)

@@ -261,14 +261,14 @@ def test_options_that_contradict_each_other_are_refused(
     words = ["train", "mlp-test", "--processes", "1:2", "--remat", "full"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "--processes was given without --save DIR" in said
-    assert "--remat was given, which elastic runs do not take" in said
+    assert "--processes was given without --save, the directory" in said
+    assert "--remat was given with --processes, which excludes it" in said
     script = tmp_path / "script.py"
     script.write_text("")
     words = ["launch", "--processes", "1:2", "--hosts", "a,b", "--cpu-quota", "50,50"]
     assert main([*words, str(script)]) == 2
     said = capsys.readouterr().err
-    assert "--cpu-quota is 50,50; with MIN:MAX no process has one" in said
+    assert "--cpu-quota is 50,50 with --processes MIN:MAX, which" in said
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_options_of_one_process_are_refused(
     save = ["--save", str(tmp_path / "run")]
     assert main(["train", "mlp-test", "--processes", "1:2", *save, *words]) == 2
     said = capsys.readouterr().err
-    assert f"{' '.join(words)} was given, which elastic runs do not take" in said
+    assert f"{' '.join(words)} was given with --processes; elastic runs do" in said
 
 
 def test_members_keep_the_asked_number_of_checkpoints(

@@ -138,7 +138,7 @@ def test_the_noise_is_that_of_the_processes_at_the_newest_steps(tmp_path: Path) 
         ({"batch": "64:100", "rate_rule": "sqrt"}, "Give --batch 64:128 or more"),
         (
             {"batch": "64:128", "rate_rule": "sqrt", "mesh": ("fsdp=2",)},
-            "is measured by replicas",
+            "only replicas measure it",
         ),
     ],
 )

@@ -52,7 +52,8 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
         assert "first is added, and " in out and "urgent is added, and " in out
         assert re.search(r"^first +\w+ ", out, re.MULTILINE), out
         assert re.search(r"\d of 4 devices held on 4×CPU", out)
-        assert "first is paused after a step" in out and "first is cancelled" in out
+        assert "first writes a checkpoint after a step and pauses" in out
+        assert "first is cancelled" in out
         assert serving.until(lambda: serving.shown()["urgent"].status == "complete")
         assert serving.until(lambda: serving.shown()["first"].status == "cancelled")
     finally:

@@ -433,7 +433,7 @@ def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> N
     for said in (
         "--name is '../x'",
         "--devices is '4:1'; expected N, or MIN:MAX",
-        "--batch is 64:1024 without --rate-rule: a larger batch is another training",
+        "--batch is 64:1024 without --rate-rule: a larger batch needs a larger",
         "--steps is 0",
         "--priority is 200; expected 0 to 100",
     ):
@@ -695,4 +695,4 @@ def test_logs_of_a_job_that_never_started(
     monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", lambda *_, **__: answer)
     assert main(["jobs", "logs", "one"]) == 2
     error = capsys.readouterr().err
-    assert "it has not started. It is refused: it fits nowhere" in error
+    assert "has not started, and has no logs. It is refused: it fits nowhere" in error

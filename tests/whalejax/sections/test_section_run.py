@@ -128,7 +128,7 @@ def test_the_launcher_starts_a_killed_process_again(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=ROOT, timeout=DEADLINE, check=False, capture_output=True, text=True
     )
-    assert done.returncode == 2 and "it keeps one process" in done.stderr
+    assert done.returncode == 2 and "restarts a single process" in done.stderr
 
 
 KEEPER: Final = """import json, sys

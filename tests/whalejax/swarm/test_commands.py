@@ -257,9 +257,9 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
     assert "working" in text
-    assert "trainer of this registry" in text
+    assert "trainer with the registry" in text
     assert "leads 0  has led 6" in text
-    assert "ledger: 0 parts of the step under way are not counted yet" in text
+    assert "ledger: 0 parts of the current step are not counted yet" in text
 
 
 class Interrupted:
@@ -289,7 +289,7 @@ def test_an_interrupt_says_what_is_not_saved(
     assert main.main(words) == 130
     said = " ".join(capsys.readouterr().err.split())
     assert "ended after step 7; " in said
-    expected = "are not saved, one of every 5 is" if saves else "without --save"
+    expected = "are lost (--save-every 5)" if saves else "without --save"
     assert expected in said
 
 

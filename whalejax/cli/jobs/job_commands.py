@@ -1,4 +1,4 @@
-"""``whalejax jobs`` serve, add, show, logs, cancel, pause and resume."""
+"""The commands ``whalejax jobs`` serve, add, show, logs, cancel, pause and resume."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from whalejax.scheduler.live.requests import (
 _PLANNING_SECONDS: Final = 900.0
 _AGAIN_SECONDS: Final = 0.5
 _SERVE_SECONDS: Final = 15.0
-"""Time for a new scheduler to begin to listen."""
+"""Time that commands wait for a scheduler to start listening."""
 
 _NAME: Final = re.compile(NAME_PATTERN)
 _SERVE_DEFAULTS: Final = JobsServeCommand(cluster="")
@@ -96,18 +96,17 @@ def _hosts_of(command: JobsServeCommand) -> JobHosts | None:
     with Problems("whalejax jobs serve", JobError) as problems:
         if len(given) > 1:
             texts = " and ".join(f"--{name} {value!r}" for name, value in given.items())
-            problems.add(f"{texts} name the hosts of jobs; expected one of them")
+            problems.add(f"{texts} were given; expected one of them")
         if command.hosts is not None:
             check_hosts(problems, hosts, len(hosts), shell)
         elif command.remote_shell != _SERVE_DEFAULTS.remote_shell:
             problems.add(
-                "--remote-shell was given without --hosts, and is of these only. Leave "
-                "it out, or name hosts"
+                "--remote-shell was given without --hosts. Leave it out, or give both"
             )
         if command.host is not None and not given:
             problems.add(
-                "--host was given without --hosts, --slurm or --ray, and is of these "
-                "only. Leave it out, or name hosts"
+                "--host was given without --hosts, --slurm or --ray. Leave it out, or "
+                "give one of these too"
             )
     nodes, address = parse_cluster(command.cluster), command.host or ""
     if command.slurm is not None:
@@ -146,8 +145,8 @@ def add(command: JobsAddCommand) -> int:
             return 0
         time.sleep(_AGAIN_SECONDS)
     raise JobError(
-        f"job {request.name!r} is added, and was not planned in "
-        f"{_PLANNING_SECONDS:.0f} s; whalejax jobs show says more"
+        f"job {request.name!r} is added, but was not planned within "
+        f"{_PLANNING_SECONDS:.0f} s; whalejax jobs show prints its status"
     )
 
 
@@ -167,7 +166,7 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
         if not _NAME.fullmatch(name):
             problems.add(
                 f"--name is {visible(name)[:80]!r}; expected at most 64 letters, "
-                "digits and . _ -, the first a letter or digit"
+                "digits and . _ -, beginning with a letter or digit"
             )
         devices = _span("--devices", command.devices, _MOST_DEVICES, problems)
         batch, most_batch = _batches(command, problems)
@@ -181,7 +180,7 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
         if not 0 <= command.priority <= 100:
             problems.add(f"--priority is {command.priority}; expected 0 to 100")
         if abs(command.seed) > LARGEST:
-            problems.add(f"--seed is {command.seed}; expected one of 64 bits")
+            problems.add(f"--seed is {command.seed}; expected a number of 64 bits")
         try:
             named_values(command.set)
             mesh_asked(command.mesh)
@@ -218,7 +217,7 @@ def _default_name(command: JobsAddCommand) -> str:
 def _batches(
     command: JobsAddCommand, problems: Problems
 ) -> tuple[int | None, int | None]:
-    """Returns a job's own batch and the largest one; None if not given."""
+    """Returns the smallest and the largest batch of a job; None if not given."""
     text, rule = command.batch, command.rate_rule
     most: int | None = None
     least: int | None = None
@@ -228,27 +227,27 @@ def _batches(
         if rule is not None:
             problems.add(
                 f"--rate-rule {rule} was given without a range of batches. Give "
-                "--batch MIN:MAX, or leave it out"
+                "--batch MIN:MAX, or leave --rate-rule out"
             )
         return least, None
     assert least is not None and most is not None
     if (least, most) != (1, 1) and most < 2 * least:
         problems.add(
-            f"--batch is {text}; larger batches are multiples of the first, from "
-            f"{2 * least} samples. Give --batch {least}:{2 * least} or more, or one "
-            "number"
+            f"--batch is {text}; larger batches are multiples of the smallest, so the "
+            f"largest needs {2 * least} samples or more. Give --batch "
+            f"{least}:{2 * least} or more, or one number"
         )
     if rule is None:
         problems.add(
-            f"--batch is {text} without --rate-rule: a larger batch is another "
-            "training, with a larger learning rate. Give --rate-rule linear (SGD) or "
-            "sqrt (Adam and others that divide by the gradient's size)"
+            f"--batch is {text} without --rate-rule: a larger batch needs a larger "
+            "learning rate. Give --rate-rule linear (for SGD) or sqrt (for Adam and "
+            "others that divide by the gradient's size)"
         )
     if command.mesh and list(command.mesh) != ["replicas"]:
         problems.add(
-            f"--batch is {text} with --mesh {' '.join(command.mesh)}: the noise scale "
-            "of the gradient, by which batches are chosen, is measured by replicas. "
-            "Leave --mesh out, or give one batch"
+            f"--batch is {text} with --mesh {' '.join(command.mesh)}. The gradient's "
+            "noise scale decides the batch, and only replicas measure it. Leave --mesh "
+            "out, or give one batch"
         )
     return least, most
 
@@ -280,8 +279,8 @@ def change(
     assert isinstance(answer, RequestDone)
     said = {
         "cancel": "is cancelled, and ends after a step",
-        "pause": "is paused after a step, with a checkpoint",
-        "resume": "goes on as soon as there are devices",
+        "pause": "writes a checkpoint after a step and pauses",
+        "resume": "continues as soon as devices are free",
     }
     print(f"{name} {said[what]}")
     if answer.note:
@@ -321,13 +320,13 @@ def logs(command: JobsLogsCommand) -> int:
     if not home.is_dir() and report.started_at is None:
         why = f": {report.why}" if report.why else ""
         raise JobError(
-            f"{command.name} has no logs, since it has not started. It is "
+            f"{command.name} has not started, and has no logs. It is "
             f"{report.status}{why}"
         )
     if not home.is_dir():
         raise JobError(
-            f"the logs of {command.name} are in {home} on the machine of the "
-            "scheduler, and that folder is not here. Ask there"
+            f"the logs of {command.name} are in {home} on the scheduler's machine; "
+            "this machine has no such folder. Run the command there"
         )
     if report.why:
         print(f"{command.name} is {report.status}: {visible(report.why)}")

@@ -1,4 +1,4 @@
-"""The table of ``whalejax jobs show``, once or as it changes."""
+"""The table of ``whalejax jobs show``, printed once or updated until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whalejax.scheduler.live.requests import JobReport, Jobs
 
 _AGAIN_SECONDS: Final = 1.0
 _ENDED: Final = 5
-"""Number of ended jobs that the table shows unless all are asked for."""
+"""Number of ended jobs in the table without ``--all``."""
 
 _NEWLINE: Final = "\n"
 _STYLES: Final = {
@@ -36,8 +36,8 @@ def print_table(jobs: Jobs, *, every: bool = False) -> None:
     """Prints the table once.
 
     Args:
-        jobs: The jobs.
-        every: Whether to show every job that has ended, not only the last ones.
+        jobs: Status of the jobs.
+        every: Whether to show all ended jobs, not only the last five.
     """
     Console().print(_rendered(jobs, every))
 
@@ -47,7 +47,7 @@ def live_table(find: Callable[[], Jobs], *, every: bool = False) -> None:
 
     Args:
         find: Function that returns the current jobs.
-        every: Whether to show every job that has ended, not only the last ones.
+        every: Whether to show all ended jobs, not only the last five.
     """
     jobs = find()
     with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs, every)) as live:
@@ -56,7 +56,7 @@ def live_table(find: Callable[[], Jobs], *, every: bool = False) -> None:
             try:
                 jobs = find()
                 live.update(_rendered(jobs, every))
-            except JobError as error:  # The jobs continue; it may be restarted.
+            except JobError as error:  # Jobs outlive the scheduler; it may return.
                 text = Text(str(error), style="red")
                 live.update(Group(_rendered(jobs, every), text))
 

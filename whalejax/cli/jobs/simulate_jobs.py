@@ -1,4 +1,4 @@
-"""``whalejax jobs simulate``: jobs that share a cluster, on a virtual clock."""
+"""``whalejax jobs simulate``: simulates jobs that share a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from whalejax.user_code.losses import Job
 
 
 def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> int:
-    """Simulates a trace.
+    """Simulates a trace of jobs, and prints the course of each.
 
     Args:
         command: Options of the command.
@@ -75,7 +75,7 @@ def _scheduled(
     find_job: Callable[[str], Job],
     command: JobsSimulateCommand,
 ) -> list[ScheduledJob]:
-    """Returns the jobs with their tables; jobs of one model share one."""
+    """Returns the jobs with their tables of plans; equal jobs share a table."""
     tables: dict[object, list[JobOption]] = {}
     result = []
     for one in traced:
@@ -96,8 +96,8 @@ def _scheduled(
             raise JobError(
                 f"job {one.name!r}: no plan of {one.model} with {one.batch[0]} samples "
                 f"on {one.devices[0]} to {one.devices[1]} devices of "
-                f"{cluster.describe()}; whalejax plan says why. Give it other devices, "
-                "or another batch"
+                f"{cluster.describe()}; whalejax plan prints the reason. Give the job "
+                "other devices or another batch"
             )
         result.append(
             ScheduledJob(
@@ -167,7 +167,7 @@ def _course(record: JobRecord) -> str:
     before = record.intervals[0].begin
     for one in record.intervals:
         kind, number = one.place
-        places += ["0"] * (one.begin > before)  # It waits while others run.
+        places += ["0"] * (one.begin > before)  # the job waited in between
         places.append(f"{number} {kind}".strip())
         before = one.end
     more = f" … {len(places) - 8} more" if len(places) > 8 else ""
