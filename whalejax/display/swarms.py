@@ -29,7 +29,7 @@ class SquareCubeChart(Picture):
     Attributes:
         lines: Pairs of bytes per second and utilization by width of the model, relative
             to the planned model. Computation and transfers overlap.
-        apart: Such pairs for the planned model without overlap.
+        apart: Pairs of the same kind for the planned model, without overlap.
     """
 
     def __init__(
