@@ -220,7 +220,8 @@ set -e
 eval "$("$PYTHON" -m whalejax completion bash)"
 complete -p whalejax | sed 's/.*-F \\([^ ]*\\).*/\\1/' > name
 for line in "whalejax dif" "whalejax search gpt --pri" "whalejax swarm jo" \
-    "whalejax plan gpt-sm" "whalejax plan gpt --cluster h200" "whalejax jobs ad"; do
+    "whalejax plan gpt-sm" "whalejax plan gpt --cluster h200" "whalejax jobs ad" \\
+    "whalejax launch --kee"; do
     COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
     COMP_LINE=$line; COMP_POINT=${#line}; COMPREPLY=()
     "$(cat name)" || true
@@ -239,7 +240,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    words = ["diff", "--price", "join", "gpt-small", "h200:8", "add"]
+    words = ["diff", "--price", "join", "gpt-small", "h200:8", "add", "--keep"]
     assert done.stdout.split() == words, done.stderr
 
 

@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "path for plan": (
         lambda: compiled("plan.json", loss, net()),
-        "plan is 'plan.json'; expected what wh.plan gives, or wh.Plan.load",
+        "plan is 'plan.json'; expected the result of wh.plan or wh.Plan.load",
     ),
     "batch before state": (lambda: step()(BATCH, state()), "the state is dict"),
     "state forgotten": (

@@ -109,6 +109,8 @@ def _choices() -> dict[str, list[str]]:
 def _with_choices(command: dict[str, Any]) -> None:
     choices = _choices()
     for option in command["options"]:
+        # A shell would offer each further line as a word.
+        option["description"] = " ".join(option["description"].split())
         for flag in option["flags"]:
             if flag in choices:
                 option["type"] = "choice"

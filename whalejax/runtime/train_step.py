@@ -729,9 +729,8 @@ def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
         )
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {short_repr(plan)}; expected what wh.plan gives, or "
-            "wh.Plan.load of a "
-            "file"
+            f"plan is {short_repr(plan)}; expected the result of wh.plan or "
+            "wh.Plan.load"
         )
     if not plan.runnable:
         raise PlanError(
