@@ -26,7 +26,7 @@ from whalejax.meshes.topology import Node as Node
 @names_arguments(
     "wh.Cluster",
     instance="cluster",
-    instead='Of a text: wh.cluster("h100:8").',
+    instead='From text: wh.cluster("h100:8").',
 )
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Cluster(ClusterData):
@@ -119,11 +119,11 @@ class Cluster(ClusterData):
         """Starts JAX, and returns its devices as a cluster.
 
         Args:
-            calibrate: Whether to measure the devices, which takes at most 20 s, unless
+            calibrate: Whether to measure the devices, which takes about 20 s, unless
                 a measurement is cached. False uses the numbers of the catalogue.
 
         Raises:
-            WhaleError: A device is neither in the catalogue nor measured.
+            WhaleError: A kind is unknown, or several CPU processes run.
         """
         from whalejax.meshes.detect import detect
 
@@ -150,7 +150,7 @@ def cluster(text: str) -> Cluster:
     this process. ``a100`` means ``a100-80``, its variant with the most memory.
 
     Raises:
-        WhaleError: The text is invalid; the message shows the grammar.
+        WhaleError: The text, or the file that it names, is invalid.
 
     Example:
         >>> cluster("v5p:4x4x4").describe()

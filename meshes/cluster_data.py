@@ -89,7 +89,7 @@ class ClusterData:
 
         Example:
             >>> from whalejax.meshes import cluster
-            >>> mixed = cluster("rtx3090:1+v100-32:1")  # which multiplies bf16 in f32
+            >>> mixed = cluster("rtx3090:1+v100-32:1")  # V100 multiplies bf16 in f32
             >>> [mixed.slowest_for(t).name for t in ("float16", "bfloat16")]
             ['rtx3090', 'v100-32']
         """
@@ -183,8 +183,7 @@ class ClusterData:
         """Returns consecutive devices as a cluster.
 
         Args:
-            num_devices: Number of devices. It divides the number of all or of used
-                devices.
+            num_devices: Number of devices; a torus allows only some numbers.
             first: Number of the first device.
 
         Raises:
@@ -334,25 +333,32 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
     if not 0 < speed <= MOST_NUMBER:
         problems.add(
             f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
-            f"above zero"
+            f"above zero{_limit(speed)}"
         )
     wait = level.latency_seconds
     if not 0 <= wait <= MOST_NUMBER:
-        problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
+        problems.add(
+            f"{where}.latency_seconds: got {wait}, expected at least zero{_limit(wait)}"
+        )
     for collective, factor in level.slowdown:
         check_name(f"levels.{index}.slowdown", collective, problems)
         if not 0 < factor <= MOST_NUMBER:
             problems.add(
                 f"{where}.slowdown.{quoted(collective, str)}: got {factor}, expected a "
-                "factor above zero"
+                f"factor above zero{_limit(factor)}"
             )
     joined_to_all = level.peers >= level.size - 1
     if level.peers and (not joined_to_all or level.torus or level.shared):
         problems.add(
-            f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, "
-            "direct links to all other members, and neither torus nor shared; leave "
+            f"{where}.peers: got {level.peers}, expected at least {level.size - 1} "
+            "(direct links to all other members), without torus or shared; leave "
             "peers out if a switch joins the members"
         )
+
+
+def _limit(number: float) -> str:
+    """Returns the end of a message on a number that is too large; else no text."""
+    return f" and at most {MOST_NUMBER:g}" if number > MOST_NUMBER else ""
 
 
 def _check_levels(cluster: ClusterData, problems: Problems) -> None:
@@ -380,5 +386,5 @@ def _check_links(cluster: ClusterData, problems: Problems) -> None:
         if bad:
             problems.add(
                 f"links.{a}.{bad[0]}: got {row[bad[0]]}, expected bytes per second "
-                "above zero"
+                f"above zero{_limit(row[bad[0]])}"
             )

@@ -10,6 +10,7 @@ unknown keys with their paths, so that one error lists them all.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import math
@@ -17,12 +18,13 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 from whalejax.meshes.errors import (
     MOST_NAME,
     Problems,
+    WhaleError,
     as_json,
     clipped,
     is_shown_as_written,
@@ -70,6 +72,49 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise
     except ValueError as error:  # an invalid path
         raise UnreadableFileError(str(error)) from None
+
+
+def open_trace(
+    path: str | os.PathLike[str], kind: type[WhaleError] = WhaleError
+) -> csv.DictReader[str]:
+    """Returns a reader of a trace in CSV, whose first line names the columns.
+
+    Args:
+        path: Path of the file.
+        kind: Type of the raised errors.
+
+    Raises:
+        WhaleError: Or ``kind``, if the file or its first line cannot be read.
+    """
+    try:
+        reader = csv.DictReader(read_text(path).splitlines())
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    except csv.Error as error:
+        raise kind(f"trace {path}: line 1: {_no_row(error)}") from error
+    except (UnreadableFileError, OSError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise kind(f"trace {path}: it cannot be read ({said})") from error
+    return reader
+
+
+def numbered_rows(
+    reader: csv.DictReader[str], problems: Problems
+) -> Iterator[tuple[int, dict[str, str | None]]]:
+    """Yields each row of a trace with its line, up to the first that is not CSV.
+
+    Args:
+        reader: Reader of the trace.
+        problems: Collector of the error.
+    """
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:  # such as a cell of more than 131,072 characters
+        problems.add(f"line {reader.line_num + 1}: {_no_row(error)}")
+
+
+def _no_row(error: csv.Error) -> str:
+    return f"it is no row of a CSV file ({error})"
 
 
 def _at_once(path: str, flags: int) -> int:

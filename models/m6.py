@@ -1,10 +1,10 @@
 """M6: images and text in, text out, of ten billion parameters, in Flax Linen.
 
-It has features that the other models lack. The encoder reads a sequence of the patches
-of an image and the tokens of a text, and the decoder generates text. No device can
-store a replica, so parameters must be sharded, divided into stages or offloaded. The
-layers are those of T5. By default nothing is marked, and the planner decides
-everything. ``M6Config(annotated=True)`` adds three marks:
+It has a feature that the other models lack: the encoder reads a sequence of the patches
+of an image and the tokens of a text. The decoder generates text. Where a replica does
+not fit, parameters must be sharded, divided into stages or offloaded. The layers are
+those of T5. By default nothing is marked, and the planner decides everything.
+``M6Config(annotated=True)`` adds three marks:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
   decoder makes them data-parallel;
@@ -14,7 +14,7 @@ everything. ``M6Config(annotated=True)`` adds three marks:
 After the M6-10B of Jia et al., "Whale: Efficient Giant Model Training over
 Heterogeneous GPUs" (2022). The paper gives 24 encoder layers, 24 decoder layers,
 Adafactor, and ten billion parameters. The rest is our choice: a width of 4,096, 32
-heads of 128, feed-forward layers of 12,800, and a vocabulary of 21,128, in total 9.95
+heads of 128, feed-forward layers of 12,800, and a vocabulary of 21,128, in total 9.96
 billion parameters. An image has 16 patches of 2,048 numbers, as from a convolutional
 network, and one projection embeds them.
 """

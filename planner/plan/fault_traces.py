@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.read_file import UnreadableFileError, read_text
+from whalejax.meshes.read_file import numbered_rows, open_trace
 
 
 COLUMNS: Final = ("time", "node", "event")
@@ -59,12 +58,7 @@ def read_trace(path: Path) -> list[Event]:
     Raises:
         WhaleError: The file cannot be read; lists every wrong line.
     """
-    try:
-        text = read_text(path)
-    except (UnreadableFileError, OSError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
-    reader = csv.DictReader(text.splitlines())
+    reader = open_trace(path)
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise WhaleError(
@@ -74,7 +68,7 @@ def read_trace(path: Path) -> list[Event]:
     trace: list[Event] = []
     down: set[str] = set()
     with Problems(f"trace {path}") as problems:
-        for number, row in enumerate(reader, start=2):
+        for number, row in numbered_rows(reader, problems):
             event = _event(row, number, problems)
             if event is None:
                 continue

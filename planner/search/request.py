@@ -34,8 +34,8 @@ class OffloadableState:
         """Returns a copy for a part of a model, with the part's bytes of state.
 
         Args:
-            nbytes: Function from the path and the full state's bytes of a parameter to
-                the bytes of the part.
+            nbytes: Function that returns the part's bytes from a parameter's path and
+                full bytes of state.
         """
         state = {path: nbytes(path, whole) for path, whole in self.state.items()}
         return replace(self, state=state)
@@ -52,7 +52,7 @@ class Request(FixedOptions):
         num_micro_batches: Number of micro-batches that the user fixed, or None.
         default: Strategy of operations without a mark (``"replicate"`` or ``"split"``),
             or None to let the search choose.
-        cast_bytes: Bytes of a parameter in its compute dtype, over its stored bytes.
+        cast_bytes: Ratio of a parameter's compute-dtype bytes to its stored bytes.
         narrowed: Whether only some TaskGraphs compute in 16 bits. The graph marks the
             tensors that they read.
         num_devices: Number of devices to use.
@@ -120,9 +120,9 @@ class LayoutCandidate(StepOptions):
         time, memory: Predicted time and memory of a step.
         wire_bytes: Payload bytes of all collectives in a step, which break ties.
         fits: Whether the plan fits in memory.
-        roomy: Whether it fits with the smallest possible number of micro-batches.
-        sequence_parallel_seconds: Likely step seconds, and a lower bound on them, of
-            this layout with the sequence sharded over ``tensor`` between products.
+        roomy: Whether it fits with the fewest micro-batches and no added offload.
+        sequence_parallel_seconds: Likely and least step seconds of this layout if
+            ``tensor`` also shards the sequence between matrix products.
     """
 
     mesh: Mapping[str, int]

@@ -234,6 +234,8 @@ def test_a_spare_that_fails_costs_runs_without_spares_nothing(tmp_path: Path) ->
         ("time,node,event\n", "it holds no event"),
         ("time,node,event\nx,a,down\n", "line 2: time is 'x'; expected seconds"),
         ("time,node,event\n-1,a,down\n", "line 2: time is '-1'"),
+        ("time,node,event\n\n\nx,a,down\n", "line 4: time is 'x'"),
+        (f"time,node,event\n1,{'a' * 200_000},down\n", "line 2: it is no row of a CSV"),
         ("time,node,event\n1,a,gone\n", "line 2: event is 'gone'; expected down or up"),
         ("time,node,event\n1,,down\n", "line 2: node is empty"),
         ("time,node,event\n1,a,up\n", "line 2: node 'a' is up already"),

@@ -322,7 +322,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a text for a cluster": (
         lambda: called(wh.Cluster, "h100:8"),
-        r'Of a text: wh.cluster\("h100:8"\)',
+        r'From text: wh.cluster\("h100:8"\)',
     ),
     "a model for a state": (
         lambda: called(wh.TrainState, net()),

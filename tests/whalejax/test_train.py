@@ -256,6 +256,15 @@ def test_a_container_that_a_plan_cannot_rebuild_is_asked_for() -> None:
     step = wh.compile(plan, squares, MODEL, batch=batch, devices=jax.devices())
     loss = step.eval(step.init_from(MODEL), batch)["loss"]
     np.testing.assert_allclose(loss, squares(MODEL, batch), rtol=1e-5)
+    # Keys that JSON would change are those of another dictionary, too.
+    plan = wh.plan(
+        lambda net, b: squares(net, {"x": b[0.5], "y": b[1.5]}),
+        MODEL,
+        {0.5: X, 1.5: Y},
+        cluster="h100:8",
+    )
+    with pytest.raises(wh.WhaleError, match=r"\(another dict\).*Pass batch="):
+        wh.compile(plan, squares, MODEL, devices=jax.devices())
 
 
 def test_an_optimizers_mask_of_another_tree_is_refused() -> None:

@@ -1,7 +1,7 @@
 """Checks the options of a command before anything is imported or read.
 
-This module checks the limits of numbers, and refuses text with control characters. tyro
-checks types, and the code that uses an option checks its meaning.
+This module checks numbers and their limits, and refuses control characters. tyro checks
+other types, and the code that uses an option checks its meaning.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _POSITIONAL: Final = {
 
 
 def check_words(argv: Sequence[str]) -> None:
-    """Refuses words with control characters or more than ``LONGEST_WORD`` characters.
+    """Refuses words that are too long, have control characters or should be numbers.
 
     Words after the script of ``whalejax launch`` are not checked.
 
@@ -100,7 +100,7 @@ def check_words(argv: Sequence[str]) -> None:
         argv: Arguments after the program's name.
 
     Raises:
-        WhaleError: A word is refused; the message names the first one and its option.
+        WhaleError: A word is refused; the message names it and the last option.
 
     >>> check_words(["plan", "gpt", "--cluster", "h100:8"])
     """
@@ -143,7 +143,7 @@ def _is_float(text: str) -> bool:
 
 
 def check_command(command: Any, problems: Problems) -> None:
-    """Records options with which no command can run.
+    """Records option values that no command can use.
 
     Args:
         command: One of the classes of ``options``.

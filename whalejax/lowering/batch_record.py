@@ -1,7 +1,7 @@
 """Converts the global batch to its record in a plan, and back.
 
-A plan is made from a batch, but compiled without one. So it stores the shape and dtype
-of every leaf, and the containers.
+Planning needs a batch; compilation may lack it. So a plan stores the shape and
+dtype of each leaf, and the containers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def _described(node: Any) -> Any:
         return {"dict": [[key, _described(node[key])] for key in sorted(node)]}
     if type(node) in (list, tuple):
         return {type(node).__name__: [_described(item) for item in node]}
-    return _LEAF if jax.tree_util.all_leaves([node]) else {type(node).__name__: []}
+    if jax.tree_util.all_leaves([node]):
+        return _LEAF
+    name = type(node).__name__
+    # A dictionary with other keys, or a user's class of that name.
+    return {f"another {name}" if name in ("dict", "list", "tuple") else name: []}
 
 
 def batch_of(plan: Plan) -> Any:
@@ -114,7 +118,7 @@ def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all leaves of a tree; random keys count 8 bytes."""
+    """Returns the bytes of all leaves of a tree, with 8 for a random key."""
     total = 0
     for leaf in map(aval_of, jax.tree.leaves(tree)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -67,7 +67,7 @@ class Processes:
             logs: Folder of one log for each process.
             selector: Selector that reports the end of a process, with its name as data.
             end_with_this: Whether Linux kills the processes together with this one. If
-                so, this one must start them in its main thread, without other threads.
+                so, start them in the main thread, while there are no other threads.
         """
         self.command, self.environment = list(command), environment
         self._ends_with_this = end_with_this
@@ -213,7 +213,7 @@ class Processes:
         return ""
 
     def _end_group(self, found: _Process) -> None:
-        # The descriptor refers to this process even if its id is used again. A process
+        # The descriptor refers to its process even if the id is used again. A process
         # leads its own group, and its id is not used again while the group exists.
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -224,7 +224,7 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Names of all processes since their start until ``take_exit_status``."""
+        """Names of processes, from their start until ``take_exit_status``."""
         return [*self._there]
 
     def identities(self) -> dict[str, tuple[int, str]]:

@@ -109,7 +109,7 @@ def _write_error(path: Path, error: Exception) -> WhaleError:
     reason = getattr(error, "strerror", None) or error
     return WhaleError(
         f"{path}: the table of steps cannot be read or written ({reason}). Give csv= "
-        "another file, or make room for it"
+        "another file, or free disk space"
     )
 
 
@@ -298,7 +298,7 @@ def keep_best(
 ) -> None:
     """Saves a checkpoint as the best one, and removes the previous one.
 
-    After an interruption at any point, the file still names a complete checkpoint.
+    After any interruption, ``best`` returns a complete checkpoint or None.
 
     Args:
         save_dir: Folder of the run's checkpoints.

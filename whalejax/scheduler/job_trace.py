@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
-from whalejax.meshes.read_file import UnreadableFileError, read_text
+from whalejax.meshes.read_file import numbered_rows, open_trace
 from whalejax.scheduler.job_table import JobError
 
 
@@ -61,19 +59,8 @@ def read_job_trace(path: Path) -> list[TracedJob]:
     Raises:
         JobError: The file is invalid.
     """
-    try:
-        text = read_text(path)
-    except (UnreadableFileError, OSError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise JobError(f"trace {path}: it cannot be read ({said})") from error
-    reader = csv.DictReader(text.splitlines())
-    try:
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    except csv.Error as error:
-        raise JobError(
-            f"trace {path}: line 1: it is no row of a CSV file ({error})"
-        ) from error
-    missing = [name for name in COLUMNS if name not in reader.fieldnames]
+    reader = open_trace(path, JobError)
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise JobError(
             f"trace {path} has no column {', '.join(missing)}; expected "
@@ -81,8 +68,8 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         )
     job_trace: list[TracedJob] = []
     with Problems(f"trace {path}", JobError) as problems:
-        for number, row in enumerate(_rows(reader, problems), start=2):
-            cells = _Cells(row, number, problems)
+        for line, row in numbered_rows(reader, problems):
+            cells = _Cells(row, line, problems)
             before = len(problems)
             job = TracedJob(
                 name=cells.word("name"),
@@ -102,17 +89,6 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         if not job_trace and not problems:
             problems.add("it holds no job")
     return sorted(job_trace, key=lambda job: (job.arrival, job.name))
-
-
-def _rows(
-    reader: csv.DictReader[str], problems: Problems
-) -> Iterator[dict[str, str | None]]:
-    """Yields the rows before the first line that is not a row of a CSV file."""
-    try:
-        yield from reader
-    except csv.Error as error:  # such as a text of more than 131,072 characters
-        line = reader.line_num + 1
-        problems.add(f"line {line}: it is no row of a CSV file ({error})")
 
 
 def _number(text: str) -> int:

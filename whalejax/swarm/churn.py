@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.read_file import UnreadableFileError, read_text
+from whalejax.meshes.read_file import numbered_rows, open_trace
 
 
 COLUMNS: Final = (
@@ -177,12 +177,7 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
     Raises:
         WhaleError: The file cannot be read, or has wrong lines.
     """
-    try:
-        text = read_text(path)
-    except (UnreadableFileError, OSError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
-    reader = csv.DictReader(text.splitlines())
+    reader = open_trace(path)
     names = reader.fieldnames or ()
     missing = [name for name in COLUMNS[:3] if name not in names]
     unknown = [name for name in names if name not in COLUMNS]
@@ -195,11 +190,11 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
         )
     events = []
     with Problems(f"trace {path}") as problems:
-        for number, row in enumerate(reader, start=2):
+        for line, row in numbered_rows(reader, problems):
             try:
                 events.append(_event(row))
             except (TypeError, ValueError) as error:
-                problems.add(f"line {number}: {error}")
+                problems.add(f"line {line}: {error}")
     return tuple(sorted(events, key=lambda event: event.time))
 
 

@@ -137,7 +137,7 @@ class SwarmRun:
         self._settings = settings
 
     def _open_folder(self) -> tuple[Snapshot | None, int]:
-        """Locks the run's folder; returns its newest snapshot and its generation."""
+        """Locks the folder; returns its newest snapshot and an unused generation."""
         save = self._place.save
         if save is None:
             return None, 0
@@ -169,7 +169,7 @@ class SwarmRun:
                     self.serving.address,
                     wire=self._place.wire,
                     sum_wire=self._place.sum_wire,
-                    # A peer that waits for another peer then answers in time itself.
+                    # So a peer that waits for another one still answers in time.
                     pull_seconds=self._settings.call_seconds / 3,
                 )
                 self.peers.append(peer)

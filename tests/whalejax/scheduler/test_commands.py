@@ -48,6 +48,7 @@ def test_a_trace_is_read_in_the_order_of_arrivals(tmp_path: Path) -> None:
         (HEAD, "it holds no job"),
         ("x" * 200_000, "line 1: it is no row of a CSV file"),
         (HEAD + "a,-1,m,8,1,1,,\n", "line 2: arrival is '-1'; expected a number"),
+        (HEAD + "\n\na,-1,m,8,1,1,,\n", "line 4: arrival is '-1'"),
         (HEAD + "a,0,m,8:4,1,1,,\n", "line 2: batch is '8:4'; expected N or MIN:MAX"),
         (HEAD + "a,0,m,64:100,1,1,,\n", "expected a largest batch of 128 or more"),
         (HEAD + ",0,m,8,1,1,,\n", "line 2: name is ''; expected a name"),

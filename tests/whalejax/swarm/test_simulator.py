@@ -371,6 +371,9 @@ def test_every_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
     assert "line 3: event is 'dies'; expected join, leave, kill, stop, speed" in text
     assert "line 4: peer is empty" in text
     assert "line 5: speed is '0'; expected a number above 0" in text
+    path.write_text(f"time,event,peer\n\n0,join,{'a' * 200_000}\n")
+    with pytest.raises(WhaleError, match="line 3: it is no row of a CSV file"):
+        read_csv(path)
     path.write_text("when,event\n")
     with pytest.raises(WhaleError, match="lacks time, peer and has the unknown when"):
         read_csv(path)

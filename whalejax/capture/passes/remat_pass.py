@@ -1,7 +1,7 @@
 """Puts regions of a traced program into ``jax.checkpoint``.
 
 The equations do not change, they move into ``jax.checkpoint``. So capture, lowering and
-compilers find nothing that a user's model could not contain.
+compilers see only what a user's model may contain.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
 def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
     """Returns the regions that a checkpoint can enclose.
 
-    Regions are left out inside calls that run unchanged (functions with their own
-    derivatives, branches), and if they have an effect that JAX does not recompute.
+    Left out are regions in calls that run unchanged, such as branches and functions
+    with their own derivatives, and regions whose effects JAX does not repeat.
 
     Args:
         jaxpr: Closed jaxpr of the loss.
@@ -187,7 +187,7 @@ def _lengths(region: Region) -> range:
 def _last_readers(body: Any) -> dict[Any, int]:
     """Returns the index of the last equation that reads each variable.
 
-    For results of the body, it is the number of equations.
+    For results of the body, it is ``sys.maxsize``.
     """
     readers = {
         atom: index
