@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.least_paces import StageBounds
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import Again, ProgramCache
@@ -52,7 +52,7 @@ def notes_on_kinds(
     for kind in plan.cluster.kinds:
         part = devices_of_kind(plan.cluster, kind, sizes[kind.name])
         one = dataclasses.replace(request, num_devices=part.num_devices)
-        with contextlib.suppress(PlanError):
+        with contextlib.suppress(WhaleError):
             bounds = StageBounds(graph, part, one, 1, [count], known=known, again=again)
             if bounds.seconds(count) < limit:
                 found.append(replan(part))

@@ -8,6 +8,8 @@ ranks placed so far. Then pairs of ranks swap devices as long as that helps. The
 cluster's order, improved in the same way, is used if it is better.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from functools import cache

@@ -112,7 +112,7 @@ def test_flights_are_in_order_of_time() -> None:
     for name in whole:
         joined = np.concatenate([first[name], second[name]])
         assert (joined == whole[name]).all()
-    with pytest.raises(wh.WhaleError, match="there are 327,346"):
+    with pytest.raises(wh.WhaleError, match="there are only 327,346"):
         data.batch(327, 1001)
 
 

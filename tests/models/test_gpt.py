@@ -145,7 +145,7 @@ def test_layers_that_share_a_block_are_planned_with_it_once() -> None:
     assert plan.memory.params_bytes == sum(x.nbytes for x in jax.tree.leaves(params))
     for wrong in (0, 3):
         with pytest.raises(
-            wh.WhaleError, match=f"shared_layers is {wrong} of layers=4"
+            wh.WhaleError, match=f"shared_layers is {wrong} with layers=4"
         ):
             make(replace(config, shared_layers=wrong))
 

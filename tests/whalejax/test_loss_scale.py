@@ -208,7 +208,7 @@ def make():
     main.main(words.split())
     said = capsys.readouterr().out.replace("\n", " ")
     assert "1 step changed nothing, because gradients overflowed in float16" in said
-    assert "the loss scale is 16384 now" in said
+    assert "the loss scale is now 16384" in said
 
 
 def test_small_numbers_that_float16_does_not_hold_stay() -> None:

@@ -102,7 +102,7 @@ class Picture:
         ending = Path(path).suffix.lower()
         if ending not in forms:
             raise WhaleError(
-                f"{path}: the name has {ending or 'no ending'}; expected "
+                f"path is {path}, which has {ending or 'no ending'}; expected "
                 f"{', '.join(forms)} for a {type(self).__name__}"
             )
         write(path, forms[ending])

@@ -126,7 +126,7 @@ class SearchChart:
             write(path, self._svg())
         else:
             raise WhaleError(
-                f"{path}: the extension is .{extension}; expected .html or .svg"
+                f"path is {path}; expected a name that ends in .html or .svg"
             )
 
     def _html(self) -> str:

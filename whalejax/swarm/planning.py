@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from whalejax.meshes import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.topology import Level, Node
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.plan.plan import Plan
@@ -125,7 +126,7 @@ def swarm_note(again: Again, plan: Plan, rate: float) -> tuple[str, ...]:
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:
         note = again(swarm=True, bandwidth=text, mesh=None, num_micro_batches=None)
-    except PlanError:
+    except WhaleError:  # such as a batch that a swarm's micro-batches do not divide
         return ()
     assert note.swarm is not None
     ratio = plan.time.step_seconds / note.swarm.step_seconds
@@ -162,7 +163,7 @@ def _beside_synchronous(
             num_micro_batches=None,
             allow_idle=True,
         )
-    except PlanError as error:
+    except WhaleError as error:
         words = " ".join(str(error).split())
         return f"without a swarm no plan runs over these links: {words}"
     sizes = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"

@@ -304,7 +304,7 @@ def test_a_number_of_processes_that_does_not_divide_a_batch_has_no_plan() -> Non
         job, tables=ROWS, mesh="auto", batch=None, precision="f32", seed=0
     )
     assert made.plan_for(2).cluster.num_devices == 16
-    with pytest.raises(PlanError, match="48 samples, which 40 devices of 5 processes"):
+    with pytest.raises(PlanError, match="48 samples; expected a multiple of 40, "):
         made.plan_for(5)
 
 

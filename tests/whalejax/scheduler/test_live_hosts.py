@@ -220,7 +220,10 @@ def test_a_host_without_an_agent_is_away_after_a_while(tmp_path: Path) -> None:
         (["--hosts", "a,a"], "--hosts a,a has a host twice"),
         (["--hosts", "a", "--remote-shell", "no-such-program"], "there is no program"),
         (["--host", "1.2.3.4"], "--host was given without --hosts"),
-        (["--hosts", "a", "--ray", "auto"], "--hosts 'a' and --ray 'auto' name the"),
+        (
+            ["--hosts", "a", "--ray", "auto"],
+            "--hosts 'a' and --ray 'auto' were given",
+        ),
         (["--slurm", ""], "--slurm: there is no srun here"),
     ],
 )

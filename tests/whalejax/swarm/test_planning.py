@@ -43,10 +43,10 @@ def loss(net: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return (x * x).mean()
 
 
-def planned(width: int = 256, **settings: Any) -> wh.Plan:
+def planned(width: int = 256, rows: int = ROWS, **settings: Any) -> wh.Plan:
     """Six square layers; 512 samples."""
     net = {n: jax.ShapeDtypeStruct((width, width), jnp.float32) for n in LAYERS}
-    batch = jax.ShapeDtypeStruct((ROWS, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     given: dict[str, Any] = {
         "cluster": "t4:6x1",
         "mesh": {"stage": 3},
@@ -127,6 +127,9 @@ def test_a_swarm_is_set_beside_the_plan_without_one() -> None:
     )
     assert faster in note
     found = planned(cluster=fast, mesh=None, num_micro_batches=None)
+    assert not any("swarm" in note for note in found.notes)
+    # A swarm's micro-batches do not divide 4 samples, and the plan names none.
+    found = planned(rows=4, cluster=slow, mesh=None, num_micro_batches=None)
     assert not any("swarm" in note for note in found.notes)
 
 

@@ -202,7 +202,7 @@ def test_a_wrong_result_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert same(found.run(), jobs.losses(2))
         why = [told["why"] for kind, told in found.told if kind == "gave back"]
         assert why
-        assert all("no result of micro-batch" in one for one in why)
+        assert all("sent an invalid result of micro-batch" in one for one in why)
 
 
 def test_what_comes_for_a_share_that_another_has_is_refused() -> None:
