@@ -3,6 +3,8 @@
 It refuses damaged and invented tables. ``read_table`` interprets their rows.
 """
 
+from __future__ import annotations
+
 import csv
 import math
 from collections.abc import Mapping
