@@ -220,6 +220,23 @@ def test_another_batch_is_not_traced(
         estimate.what_if(precision="bf16")
 
 
+def test_chunks_of_another_batch_are_checked_without_a_trace(
+    estimate: wh.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(wh.PlanError, match="computes the logits") as fresh:
+        gpt(256, loss_chunks=10**6)
+    planned_fresh = gpt(256, loss_chunks=4)
+
+    def never(*args: Any, **options: Any) -> Captured:
+        raise AssertionError("the model is traced again")
+
+    monkeypatch.setattr(loss_programs, "capture", never)
+    assert answer(estimate.what_if(batch=256, loss_chunks=4)) == answer(planned_fresh)
+    with pytest.raises(wh.PlanError) as resized:
+        estimate.what_if(batch=256, loss_chunks=10**6)
+    assert str(resized.value) == str(fresh.value)
+
+
 def test_other_clusters_ask_the_optimizer_only_once_what_may_be_offloaded() -> None:
     counted = {"updates": 0}
     inner = optax.sgd(1e-3, momentum=0.9)

@@ -83,15 +83,20 @@ def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
 def _loss_chunks(count: int | None, programs: Programs) -> int | None:
     if count is None or count == 1:
         return count
-    cut = programs.cut((), count)
-    if cut is programs.captured:
+    traced = programs.traced
+    cut = traced.cut((), count)
+    if cut is traced.captured and traced is not programs:
+        traced, cut = programs, programs.cut((), count)
+    if cut is traced.captured:
         raise PlanError(
             f"loss_chunks is {count}, and the model has no logits that can be computed "
             "in chunks: each token must be treated alone from the product that makes "
             "its logits until they are reduced over the vocabulary. Reduce over tokens "
             "last, or drop loss_chunks"
         )
-    most = most_tokens(cut.jaxpr)
+    # Tokens grow with the samples of a micro-batch.
+    samples, known = programs.graph.batch_size, traced.graph.batch_size
+    most = most_tokens(cut.jaxpr) * samples // known
     if count > most:
         raise PlanError(
             f"loss_chunks is {count}, and a micro-batch computes the logits of {most} "
