@@ -99,6 +99,47 @@ def test_the_best_checkpoint_stays_over_runs(
     assert second.best == first.best  # the later ones are no better
 
 
+def test_a_better_value_at_the_step_of_the_best_checkpoint(
+    step: wh.TrainStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run evaluates the step again; an interruption loses no checkpoint."""
+    options = {"steps": 2, "save_dir": tmp_path, "eval_every": 2, "best": "loss"}
+
+    def train(batch: Any) -> Any:
+        state = step.restore_or_init(
+            tmp_path, lambda: {"w": jnp.zeros((4, 1))}, rng=jax.random.key(0)
+        )
+        return wh.loop.train(
+            step, state, data, eval_batches=[batch], save_every=1, keep=2, **options
+        )
+
+    worse = data(100)
+    better = jax.tree.map(lambda x: x / 2, worse)
+    first = train(worse).best
+    shutil.rmtree(tmp_path / "step_000002")
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupted(*args: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "save", interrupted)
+        with pytest.raises(Interrupted):
+            train(better)
+    assert first is not None and wh.loop.best(tmp_path) == first
+    assert int(step.restore(first.path).step) == 2
+
+    for batch in (better, jax.tree.map(lambda x: x / 2, better)):
+        last = train(batch).best
+        assert last is not None and last.step == 2 and last.path != first.path
+        assert last.value < first.value
+        assert last == wh.loop.best(tmp_path) and not first.path.exists()
+        shutil.rmtree(tmp_path / "step_000002")
+        first = last
+
+
 def test_training_ends_when_evaluations_become_no_better(
     step: wh.TrainStep, tmp_path: Path
 ) -> None:

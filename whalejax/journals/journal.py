@@ -164,21 +164,55 @@ class JournalLines:
         os.close(self._opened)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the events in complete lines of a file; none if there is no file."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return []
+def _json_objects(text: bytes) -> list[dict[str, Any]]:
+    """Returns the JSON objects in the complete lines of a text."""
     result = []
     for line in text.splitlines():
+        # A killed writer leaves incomplete lines.
+        with contextlib.suppress(ValueError, RecursionError):
+            result.append(json.loads(line))
+    return [said for said in result if isinstance(said, dict)]
+
+
+class LineReader:
+    """Reader of a file of JSON lines that another process may append to."""
+
+    def __init__(self, path: Path) -> None:
+        """Stores the path; the file need not exist yet."""
+        self._path, self._read_bytes = path, 0
+
+    def new_objects(self) -> list[dict[str, Any]]:
+        """Returns the JSON objects in the lines that ended since the last call.
+
+        If the file cannot be read, the next call returns its objects.
+        """
         try:
-            said = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(said, dict) and isinstance(said.get("event"), str):
-            result.append(said)
-    return result
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                text = file.read()
+        except OSError:
+            return []
+        text = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(text)
+        return _json_objects(text)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the events in complete lines of a file; none if there is no file.
+
+    Raises:
+        WhaleError: The file cannot be read.
+    """
+    try:
+        objects = _json_objects(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise WhaleError(
+            f"{path}: the events of this run cannot be read "
+            f"({error.strerror or error}). Make the file readable for this user"
+        ) from error
+    return [said for said in objects if _is_text(said.get("event"))]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

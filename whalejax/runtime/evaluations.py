@@ -16,6 +16,7 @@ from whalejax.runtime.run_records import (
     BestCheckpoint,
     Records,
     best,
+    best_path,
     host_values,
     is_better,
     keep_best,
@@ -132,7 +133,7 @@ class Evaluations:
             metric=self._metric,
             mode=self._mode,
             value=value,
-            path=folder / f"best_{done:06d}",
+            path=best_path(folder, done, self.best),
         )
         keep_best(
             folder,

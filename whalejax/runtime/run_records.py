@@ -267,11 +267,30 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
             mode="max" if data["mode"] == "max" else "min",
             value=float(data["value"]),
             waited=int(data["waited"]),
-            path=folder / f"best_{int(data['step']):06d}",
+            path=folder / str(data.get("folder", _best_names(int(data["step"]))[0])),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return result if result.path.is_dir() else None
+    known = result.path.name in _best_names(result.step)
+    return result if known and result.path.is_dir() else None
+
+
+def _best_names(step: int) -> tuple[str, str]:
+    return f"best_{step:06d}", f"best_{step:06d}_again"
+
+
+def best_path(save_dir: Path, step: int, before: BestCheckpoint | None) -> Path:
+    """Returns the path of a new best checkpoint, other than that of the last one.
+
+    A resumed run may evaluate the step of the last best checkpoint again.
+
+    Args:
+        save_dir: Folder of the run's checkpoints.
+        step: Number of finished steps.
+        before: Best checkpoint so far, or None.
+    """
+    first, second = (save_dir / name for name in _best_names(step))
+    return first if before is None or before.path != first else second
 
 
 def is_better(
@@ -298,7 +317,8 @@ def keep_best(
 ) -> None:
     """Saves a checkpoint as the best one, and removes the previous one.
 
-    After any interruption, ``best`` returns a complete checkpoint or None.
+    After any interruption, ``best`` returns a complete checkpoint, the previous one if
+    the new one is not complete.
 
     Args:
         save_dir: Folder of the run's checkpoints.
@@ -326,6 +346,7 @@ def note_best(found: BestCheckpoint) -> None:
     folder = found.path.parent
     names = ("step", "metric", "mode", "value", "waited")
     part = folder / f".{BEST_FILE}.{os.getpid()}.tmp"
-    text = json.dumps({name: getattr(found, name) for name in names})
+    values = {name: getattr(found, name) for name in names}
+    text = json.dumps({**values, "folder": found.path.name})
     part.write_text(text, encoding="utf-8")
     os.replace(part, folder / BEST_FILE)

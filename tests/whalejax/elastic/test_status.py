@@ -369,3 +369,9 @@ def test_from_what_a_run_goes_on_is_said(
     event: str, fields: dict[str, Any], said: str
 ) -> None:
     assert event_message(event, fields) == said
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / FOLDER / journal.EVENTS).mkdir(parents=True)
+    with pytest.raises(WhaleError, match=r"events\.jsonl: .* cannot be read"):
+        status_of(tmp_path)

@@ -157,7 +157,7 @@ def test_a_batch_without_a_divisor_cannot_be_measured(tmp_path: Path) -> None:
         "cluster": wh.cluster("cpu:2").to_json(),
         "units": {},
     }  # fmt: skip
-    with pytest.raises(JobError, match="37 samples has no divisor from 2 to 16"):
+    with pytest.raises(JobError, match="37 samples cannot be divided into 2 to 16"):
         plan_worker.planned(told)
     table = plan_worker.planned({**told, "batch": 16, "most_batch": 64})
     assert {one["batch"] for one in table["options"]} == {16, 32, 64}

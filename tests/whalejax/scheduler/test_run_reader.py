@@ -95,6 +95,7 @@ def test_lines_that_are_cut_short_are_read_when_they_are_whole(tmp_path: Path) -
     assert reader.size == 0
     with path.open("a") as file:
         file.write('ized", "size": 3}\nnonsense\n{"event": "resized", "time": 2.0}\n')
+        file.write("[" * 100_000 + "\n")
     reader.poll()
     assert reader.size == 3
 

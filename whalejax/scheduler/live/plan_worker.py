@@ -15,7 +15,7 @@ from typing import Any, Final
 from whalejax.api import job_plans
 from whalejax.api.named_jobs import find_job, named_values
 from whalejax.elastic.elastic_worker import precision_asked
-from whalejax.elastic.replica_programs import possible_counts
+from whalejax.elastic.replica_programs import MICRO_BATCHES, possible_counts
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
@@ -83,10 +83,12 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
         raise JobError(_refusal(job, cluster, batch, told, precision))
     micro_batches = told["micro_batches"] or possible_counts(batch, job.group_size)[0]
     if told["most_batch"] and micro_batches < 2:
+        groups = f" in groups of {job.group_size}" if job.group_size else ""
         raise JobError(
-            f"a batch of {batch} samples has no divisor from 2 to 16, so its step has "
-            "one micro-batch. Larger batches are chosen by the gradient-noise scale, "
-            "which needs two. Give another --batch, or --micro-batches"
+            f"a batch of {batch} samples{groups} cannot be divided into 2 to "
+            f"{MICRO_BATCHES} micro-batches, so its step has one micro-batch. Larger "
+            "batches are chosen by the gradient-noise scale, which needs two. Give "
+            "another --batch, or --micro-batches"
         )
     if not told["mesh"]:
         platforms = {kind.name: kind.platform for kind in cluster.kinds}

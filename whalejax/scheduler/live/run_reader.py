@@ -6,10 +6,10 @@ the speed by number of members, and the costs of changes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -95,28 +95,6 @@ class _RecordedDecision:
     after: int
 
 
-class _Lines:
-    def __init__(self, path: Path) -> None:
-        self._path, self._place, self._rest = path, 0, b""
-
-    def new(self) -> Iterator[Mapping[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                text = file.read()
-        except OSError:  # The file may not exist yet.
-            return
-        self._place += len(text)
-        *lines, self._rest = (self._rest + text).split(b"\n")
-        for line in lines:
-            try:
-                said = json.loads(line)
-            except ValueError:  # an incomplete line of a killed writer
-                continue
-            if isinstance(said, dict) and journal.is_whole(said):
-                yield said
-
-
 class NoiseReader:
     """Reads the gradient-noise scale from the metrics of a run's processes.
 
@@ -131,30 +109,18 @@ class NoiseReader:
             folder: Folder with one file of JSON lines per process.
         """
         self._folder = folder
-        self._places: dict[Path, int] = {}
+        self._files: dict[Path, journal.LineReader] = {}
         self._newest: dict[Path, tuple[int, float]] = {}
         self._count = 0
 
     def poll(self) -> None:
         """Reads the lines since the last call."""
         for path in self._folder.glob("*.jsonl"):
-            place = self._places.get(path, 0)
-            try:
-                with path.open("rb") as file:
-                    file.seek(place)
-                    text = file.read()
-            except OSError:
-                continue
-            whole = text[: text.rfind(b"\n") + 1]
-            self._places[path] = place + len(whole)
-            for line in whole.splitlines():
-                try:
-                    said = json.loads(line)
-                    measured = int(said["step"]), float(said["noise_scale"])
-                except (KeyError, TypeError, ValueError):
-                    continue
-                self._newest[path] = measured
-                self._count += 1
+            file = self._files.setdefault(path, journal.LineReader(path))
+            for said in file.new_objects():
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    self._newest[path] = int(said["step"]), float(said["noise_scale"])
+                    self._count += 1
 
     @property
     def value(self) -> float | None:
@@ -195,8 +161,8 @@ class RunReader:
             home: Folder of the run.
             reads_noise: Whether to read the noise scale from the metrics.
         """
-        self._events = _Lines(home / FOLDER / journal.EVENTS)
-        self._commits = _Lines(home / FOLDER / journal.COMMITS)
+        self._events = journal.LineReader(home / FOLDER / journal.EVENTS)
+        self._commits = journal.LineReader(home / FOLDER / journal.COMMITS)
         self.starts = self.size = self.members = self.step = 0
         self.loss: float | None = None
         self.ending: tuple[Ending, str] | None = None
@@ -227,9 +193,9 @@ class RunReader:
 
     def poll(self) -> None:
         """Reads the events, commits and metrics since the last call."""
-        for said in self._events.new():
+        for said in filter(journal.is_whole, self._events.new_objects()):
             self._event(said)
-        for said in self._commits.new():
+        for said in filter(journal.is_whole, self._commits.new_objects()):
             if said["event"] == journal.COMMITTED:
                 self._committed(said)
         for name, process in [*self._processes.items()]:
