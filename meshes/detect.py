@@ -19,6 +19,7 @@ from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.formats.cluster_text import near_cube, node_levels, torus_levels
+from whalejax.meshes.units import count_text
 
 
 def detect(calibrate: bool = True) -> ClusterData:
@@ -33,7 +34,8 @@ def detect(calibrate: bool = True) -> ClusterData:
     devices = jax.devices()
     if devices[0].platform == "cpu" and jax.process_count() > 1:
         raise WhaleError(
-            f"{jax.process_count()} CPU processes with {len(devices)} devices; only "
+            f"{jax.process_count()} CPU processes with "
+            f"{count_text(len(devices), 'device')}; only "
             f"the devices of one process can be measured. On one machine, give "
             f'cluster="cpu:{len(devices)}", with rough times from the catalogue. Or '
             "describe the cluster in a TOML file, such as whalejax calibrate -o "

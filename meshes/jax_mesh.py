@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from whalejax.meshes.checks import Arguments, is_printable, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 
 
 # Type checkers take ``jax.Device`` for a variable.
@@ -68,7 +69,8 @@ def build_mesh(
         problems.add(_wrong_product(axes, used, len(given)))
     if not problems and order and len(order) < used:
         problems.add(
-            f"order has {len(order)} numbers of devices, but the mesh has {used} "
+            f"order has {count_text(len(order), 'number')} of devices, but the mesh "
+            f"has {used} "
             "positions; give a number for each"
         )
     problems.raise_if_any()
@@ -214,11 +216,12 @@ def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int)
     fits = f" {available} = {shown}{more}." if len(axes) > 1 else ""
     if used > available:
         return (
-            f"{product} needs {used} devices; there are {available}.{fits} Give {used} "
+            f"{product} needs {count_text(used, 'device')}; there are "
+            f"{available}.{fits} Give {used} "
             f"devices, or plan a mesh of {available}"
         )
     return (
-        f"{product} uses {used} of {available} devices.{fits} To leave "
+        f"{product} uses {used} of {count_text(available, 'device')}.{fits} To leave "
         f"{available - used} idle on purpose: allow_idle=True"
     )
 

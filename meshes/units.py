@@ -27,10 +27,14 @@ def milliseconds(seconds: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """Formats a number of things.
 
-    >>> count_text(1, "sample"), count_text(3, "sample")
-    ('1 sample', '3 samples')
+    >>> count_text(1, "sample"), count_text(3, "micro-batch"), count_text(0, "entry")
+    ('1 sample', '3 micro-batches', '0 entries')
     """
-    return f"{count} {noun}" + "s" * (count != 1)
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("ry"):
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}" + ("es" if noun.endswith(("ch", "ss")) else "s")
 
 
 def count_digits(count: float) -> str:

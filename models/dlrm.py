@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
+from whalejax.meshes.units import count_text
 from whalejax.models.click_data import ClickData
 from whalejax.models.common.batches import default_batch_size
 from whalejax.models.common.layers import Array
@@ -64,7 +65,7 @@ class DLRMConfig:
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.bags):
             raise wh.WhaleError(
-                f"DLRMConfig has {len(self.rows)} tables in rows and "
+                f"DLRMConfig has {count_text(len(self.rows), 'table')} in rows and "
                 f"{len(self.bags)} bags; expected as many of each"
             )
 

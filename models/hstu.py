@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
+from whalejax.meshes.units import count_text
 from whalejax.models.click_data import power_law_ids
 from whalejax.models.common.batches import (
     Batch,
@@ -65,7 +66,8 @@ class HSTUConfig:
     def __post_init__(self) -> None:
         if len(self.rows) != len(FEATURES):
             raise wh.WhaleError(
-                f"HSTUConfig has {len(self.rows)} tables in rows; expected "
+                f"HSTUConfig has {count_text(len(self.rows), 'table')} in rows; "
+                "expected "
                 f"{len(FEATURES)}: {', '.join(FEATURES)}"
             )
 

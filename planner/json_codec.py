@@ -13,6 +13,7 @@ import types
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from whalejax.meshes.errors import is_shown_as_written, quoted
+from whalejax.meshes.units import count_text
 
 
 MOST_NUMBER: Final = 2**100
@@ -140,6 +141,8 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(decode(args[0], x, f"{path}[{i}]") for i, x in enumerate(data))
     if len(args) != len(data):
-        raise DataError(f"{path} has {len(data)} entries; expected {len(args)}")
+        raise DataError(
+            f"{path} has {count_text(len(data), 'entry')}; expected {len(args)}"
+        )
     pairs = zip(args, data, strict=True)
     return tuple(decode(a, x, f"{path}[{i}]") for i, (a, x) in enumerate(pairs))

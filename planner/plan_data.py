@@ -25,6 +25,7 @@ from whalejax.meshes.checks import (
 )
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.dtypes import PRECISIONS
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import Chosen, MemoryTerms, TimeTerms
 from whalejax.planner.fingerprint import program_data
 from whalejax.planner.plan_entries import (
@@ -99,9 +100,10 @@ class StagesData:
         parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
         if not layers:
             return f"{self.schedule}{parts}, {self._from()}{self._on()}"
-        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
+        each = count_text(max(layers), "layer")
+        each = f"{min(layers)}–{each}" if len(set(layers)) > 1 else each
         kept = f", {self.stash} kept" if self.stash else ""
-        return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
+        return f"{self.schedule}{parts}, {each} each{kept}{self._on()}"
 
     def _on(self) -> str:
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""

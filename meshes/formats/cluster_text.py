@@ -25,6 +25,7 @@ from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.errors import Problems, WhaleError, quoted, warn
 from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
 from whalejax.meshes.formats.device_aliases import datasheet_card, read_device
+from whalejax.meshes.units import count_text
 
 
 MAX_DEVICES = 2**20
@@ -124,7 +125,8 @@ def _part(term: str, problems: Problems) -> _Part | None:
         return None
     if math.prod(numbers) > MAX_DEVICES:
         problems.add(
-            f"{term!r} has {math.prod(numbers)} devices, expected at most {MAX_DEVICES}"
+            f"{term!r} has {count_text(math.prod(numbers), 'device')}, expected at "
+            f"most {MAX_DEVICES}"
         )
         return None
     if part.torus is not None:
@@ -223,13 +225,15 @@ def _node_part(
     if per_node > most:
         whole = -(-groups * per_node // most)
         problems.add(
-            f"{term!r} puts {per_node} devices into one node; a node of {name} holds "
+            f"{term!r} puts {count_text(per_node, 'device')} into one node; a node of "
+            f"{name} holds "
             f"{most}. Write {name}:{whole}x{most}, or describe the node in a TOML file"
         )
         return None
     if groups > 1 and found.network is None:
         problems.add(
-            f"{term!r} has {groups} nodes; the catalogue knows no network for {name}. "
+            f"{term!r} has {count_text(groups, 'node')}; the catalogue knows no "
+            f"network for {name}. "
             f"Describe the cluster in a TOML file with [[levels]]"
         )
         return None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
@@ -252,7 +253,8 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
     problems = Problems("shares", PlanError)
     if len(pieces) != len(devices):
         problems.add(
-            f"got {len(pieces)} shares for {len(devices)} devices. Give each one"
+            f"got {count_text(len(pieces), 'share')} for "
+            f"{count_text(len(devices), 'device')}. Give each one"
         )
     elif sum(pieces) != total or min(pieces, default=0) < 0:
         listed = ", ".join(map(str, pieces))
@@ -307,7 +309,10 @@ def _check_fractions(weights: Sequence[float], most: Sequence[float]) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             problems.add(f"weights[{i}] is {weight}; expected a number above 0")
     if len(most) != len(weights):
-        problems.add(f"most has {len(most)} entries for {len(weights)} devices")
+        problems.add(
+            f"most has {count_text(len(most), 'entry')} for "
+            f"{count_text(len(weights), 'device')}"
+        )
     elif min(most, default=0.0) < 0:
         problems.add(f"most is {', '.join(map(str, most))}; expected numbers from 0")
     elif math.fsum(most) < 1 - 1e-12:
@@ -400,7 +405,10 @@ def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:
         if not (t > 0 and math.isfinite(t)):
             problems.add(f"seconds[{i}] is {t}; expected a number above 0")
     if len(bounds) != len(seconds):
-        problems.add(f"most has {len(bounds)} entries for {len(seconds)} devices")
+        problems.add(
+            f"most has {count_text(len(bounds), 'entry')} for "
+            f"{count_text(len(seconds), 'device')}"
+        )
     elif sum(bounds) < total:
         listed = ", ".join(map(str, bounds))
         problems.add(

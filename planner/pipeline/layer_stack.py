@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph, Op
@@ -205,7 +206,8 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         )
         remedy += f", or {idle}" if near else f". Or {idle}"
     raise DeviceCountError(
-        f"stage is {stages}, which does not divide the {devices} devices into equal "
+        f"stage is {stages}, which does not divide the {count_text(devices, 'device')} "
+        "into equal "
         f"stages; {remedy}"
     )
 
@@ -226,7 +228,8 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
     except WhaleError as error:
         raise PlanError(
             f"stage is {stages}, but {cluster.describe()} has no {stages} equal parts "
-            f"of {devices} devices with equal links. Use another number of stages, or "
+            f"of {count_text(devices, 'device')} with equal links. Use another number "
+            "of stages, or "
             "of devices"
         ) from error
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.pipeline.schedules import (
     Action,
@@ -277,9 +278,10 @@ def _by_action(
             )
         elif len(values) != table.num_places:
             problems.add(
-                f"{name}_seconds has {len(values)} entries; expected "
-                f"{table.num_places}: {table.num_chunks} chunks on each of "
-                f"{table.num_stages} stages"
+                f"{name}_seconds has {count_text(len(values), 'entry')}; expected "
+                f"{table.num_places}: {count_text(table.num_chunks, 'chunk')} on each "
+                "of "
+                f"{count_text(table.num_stages, 'stage')}"
             )
     if table.splits_backward and weight is None:
         problems.add(

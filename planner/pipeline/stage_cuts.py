@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -86,7 +87,8 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     """
     if not stages or len(layers) < len(stages):
         raise PlanError(
-            f"{len(layers)} layers cannot be cut into {len(stages)} stages of at least "
+            f"{count_text(len(layers), 'layer')} cannot be cut into "
+            f"{count_text(len(stages), 'stage')} of at least "
             "one layer each. Use fewer stages, or mark finer parts"
         )
     count = len(layers)

@@ -385,7 +385,8 @@ def _replay_trace(policy: Policy, spares: int, path: Path) -> TraceReplay:
     names = nodes_of(events)
     if len(names) > policy.nodes + spares:
         raise WhaleError(
-            f"{path} names {len(names)} nodes; the run has {policy.nodes} and {spares} "
+            f"{path} names {count_text(len(names), 'node')}; the run has "
+            f"{policy.nodes} and {spares} "
             "spares. Give nodes= and spares= as in the trace"
         )
     seconds = events[-1].time

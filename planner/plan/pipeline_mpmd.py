@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import Remat, TimeTerms
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.combined_steps import MicroBatchCost, scheduled_step
@@ -616,7 +617,10 @@ class _MpmdCandidate:
     def layout(self) -> str:
         each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
         inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
-        words = f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
+        words = (
+            f"stage {self.table.num_stages}{inner}, "
+            f"{count_text(self.ask.count, 'micro-batch')}"
+        )
         return f"{words}, {self.table.name}"
 
     def plan(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.cost.operation_cost import (
     CostSetting,
     as_run,
@@ -221,7 +221,8 @@ def _check(shared: StackedLayers, stages: int, request: Request) -> None:
     layers = shared.length
     if stages > layers:
         raise PlanError(
-            f"stage is {stages}, but the model has {layers} layers, and each stage "
+            f"stage is {stages}, but the model has {count_text(layers, 'layer')}, and "
+            "each stage "
             f"needs at least one; expected at most {layers}"
         )
     check_stages(request, stages, most=layers, estimated=STAGE_ESTIMATES)

@@ -36,6 +36,7 @@ from whalejax.meshes.read_file import (
     read_text,
 )
 from whalejax.meshes.topology import RETIRED_FACTS
+from whalejax.meshes.units import count_text
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.allowed_xla_options import check_options
@@ -167,7 +168,9 @@ def _check_mesh(plan: PlanData, where: str, problems: Problems) -> None:
             problems.add(f"{where}axes: {quoted(axis)} is {size}; expected 2 or more")
     product, there = math.prod(n for _, n in plan.axes), plan.cluster.num_devices
     if product > there:
-        problems.add(f"{where}axes take {product} devices; the cluster has {there}")
+        problems.add(
+            f"{where}axes take {count_text(product, 'device')}; the cluster has {there}"
+        )
     order = plan.device_order
     if order and (len(set(order)) != len(order) or not max(order) < there):
         problems.add(f"{where}device_order does not name devices 0 to {there - 1} once")
@@ -186,10 +189,14 @@ def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
         )
     ranks = plan.axis_sizes.get("data", 1)
     if shares and len(shares) != ranks:
-        problems.add(f"{where}shares has {len(shares)} entries; data has {ranks} ranks")
+        problems.add(
+            f"{where}shares has {count_text(len(shares), 'entry')}; data has "
+            f"{count_text(ranks, 'rank')}"
+        )
     if plan.pipelines and len(plan.pipelines) != ranks:
         problems.add(
-            f"{where}pipelines has {len(plan.pipelines)} entries; data has {ranks} "
+            f"{where}pipelines has {count_text(len(plan.pipelines), 'entry')}; data "
+            f"has {ranks} "
             "ranks"
         )
 
@@ -270,7 +277,9 @@ def _check_spec(
     problems: Problems,
 ) -> None:
     if len(spec) != len(shape):
-        problems.add(f"{at} has {len(spec)} entries; the shape has {len(shape)}")
+        problems.add(
+            f"{at} has {count_text(len(spec), 'entry')}; the shape has {len(shape)}"
+        )
         return
     axes = [axis for entry in spec for axis in entry]
     known = MESH_AXES if mesh is None else tuple(mesh)
@@ -435,7 +444,9 @@ def _check_stages(
         ("kinds", len(stages.kinds), count),
     ):
         if number not in (0, expected):
-            problems.add(f"{at}{name} has {number} entries; expected {expected}")
+            problems.add(
+                f"{at}{name} has {count_text(number, 'entry')}; expected {expected}"
+            )
     if stages.blocks and sorted(stages.blocks) != list(range(count)):
         problems.add(f"{at}blocks does not name 0 to {count - 1} once each")
     for place, one in enumerate(stages.plans):

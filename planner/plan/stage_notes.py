@@ -101,9 +101,7 @@ def uncut(graph: Graph, plan: Plan) -> str:
     said = _lopsided(plan)
     if not said or not graph.layers_in_a_loop:
         return ""
-    return (
-        f"{said}: a loop over layers is one part of the model here, and is not divided"
-    )
+    return f"{said}: a loop is one part of the model here, and is not divided"
 
 
 def lopsided(plan: Plan, *, marked: bool) -> str:

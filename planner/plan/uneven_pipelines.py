@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.balance.shares import (
     even_shares,
     gain_words,
@@ -282,7 +282,10 @@ def _check(
             graph, request, asked, num_devices=request.num_devices, stages=stages
         )
         size = request.num_devices // len(asked)
-        with said_of(f"shares makes {len(asked)} pipelines of {size} devices each"):
+        with said_of(
+            f"shares makes {count_text(len(asked), 'pipeline')} of "
+            f"{count_text(size, 'device')} each"
+        ):
             check_marks(graph, size, stages)
 
 
@@ -559,7 +562,7 @@ def _notes(one: _ParallelPipelines) -> Iterator[str]:
         for pipeline, share in zip(one.plans, one.shares, strict=True)
     )
     words = gain_words(gain, bound)
-    yield f"pipelines take {each} of {total} micro-batches: {words}"
+    yield f"pipelines take {each} of {count_text(total, 'micro-batch')}: {words}"
     ends = [pipeline.seconds(1) for pipeline in one.plans]
     if note := idle_note("pipelines", one.shares, ends, _pace(one.plans, one.shares)):
         yield note

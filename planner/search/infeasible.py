@@ -278,7 +278,7 @@ def _batch(search: Search) -> str:
     if request.mesh:
         remedies.append("another mesh=")
     elif usable:
-        remedies.append(f"{max(usable)} devices")
+        remedies.append(count_text(max(usable), "device"))
     if count > 1:
         remedies.append("fewer micro-batches")
     each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
@@ -374,7 +374,9 @@ def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
     usable = [n for n in divisors(search.request.num_devices) if first % n == 0]
     if max(usable) > 1:
         best = max(usable)
-        remedies.append(f"split over {best} devices (split(devices={best}))")
+        remedies.append(
+            f"split over {count_text(best, 'device')} (split(devices={best}))"
+        )
     first_remedy, *others = [*remedies, "leave it whole"]
     listed = ", ".join([first_remedy.capitalize(), *others[:-1]])
     listed += f", or {others[-1]}" if others else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
 from whalejax.planner.plan_entries import Collective, LeafPlan
 from whalejax.planner.sharding.layout import Table
@@ -161,5 +162,5 @@ class LayoutCandidate(StepOptions):
         if self.zero:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
-            words += f", {self.num_micro_batches} micro-batches"
+            words += f", {count_text(self.num_micro_batches, 'micro-batch')}"
         return ", ".join([words, *option_words(self, axes)])

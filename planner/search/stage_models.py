@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost.operation_cost import (
     CostSetting,
     as_run,
@@ -578,7 +579,7 @@ class ModelCuts:
 def _too_few(table: Schedule, parts: int) -> TooFewParts:
     chunks = table.num_chunks
     each = f" with {chunks} parts each" if chunks > 1 else ""
-    most = "1 part that reads" if parts == 1 else f"{parts} parts that read"
+    most = f"{count_text(parts, 'part')} that read{'s' * (parts == 1)}"
     error = TooFewParts(
         f"stage is {table.num_stages}{each}, but the model can be cut into at most "
         f"{most} parameters of their own (loops and checkpointed regions are not "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.balance.shares import (
     Device,
     check_pieces,
@@ -192,7 +192,8 @@ def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
     counts = [node.count for node in plan.cluster.nodes]
     if not 0 <= node < len(counts):
         raise PlanError(
-            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. "
+            f"node is {node}; the plan is for {count_text(len(counts), 'node')}, "
+            "numbered from 0. "
             "step.batch_rows() has the samples of processes that are not nodes"
         )
     size = plan.num_devices // len(plan.shares)
@@ -366,7 +367,8 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
             held = sum(map(min, nearest.shares, nearest.most))
             remedy = "Leave shares= out, which follow memory then, take more devices, "
         text = (
-            f"memory holds {held} of {count} micro-batches ({nearest.layout}): with "
+            f"memory holds {held} of {count_text(count, 'micro-batch')} "
+            f"({nearest.layout}): with "
             f"{share} of them, and what replicas exchange, {device.name} needs "
             f"{gigabytes(int(device.needs(share)))} {short}. {remedy}or a mesh with "
             "more devices in a replica"

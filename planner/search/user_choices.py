@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.request import Request
@@ -96,7 +97,8 @@ def _check_parts(text: str, where: str, graph: Graph) -> None:
         count, rest = int(text), size % int(text)
         near = f"{size - rest} or " if size > rest else ""
         raise PlanError(
-            f"{where} asks for {count} micro-batches, but the {size} samples of the "
+            f"{where} asks for {count_text(count, 'micro-batch')}, but the "
+            f"{count_text(size, 'sample')} of the "
             f"batch do not divide by {count}. Use a batch of "
             f"{near}{size - rest + count}, or another num_micro_batches"
         )

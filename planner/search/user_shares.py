@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from whalejax.meshes.units import count_text
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import PlanError
@@ -63,13 +64,15 @@ def check_shares(
         wrong = f"{num_devices} devices do not divide into {len(asked)} {equal}"
     if wrong:
         raise PlanError(
-            f"shares has {len(asked)} entries; {wrong}. Give one number for each "
+            f"shares has {count_text(len(asked), 'entry')}; {wrong}. Give one number "
+            "for each "
             f"{one}, or leave them to the planner (shares=None)"
         )
     total = sum(asked)
     if total == 0 or size % total or count not in (None, total):
         raise PlanError(
-            f"shares add up to {total} micro-batches; the batch has {size} samples"
+            f"shares add up to {count_text(total, 'micro-batch')}; the batch has "
+            f"{count_text(size, 'sample')}"
             + ("" if count is None else f", and num_micro_batches is {count}")
             + f". Let them add up to {count or 'a divisor of the batch'}"
         )

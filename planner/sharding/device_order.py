@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan_data import PlanData
 
 
@@ -103,8 +104,10 @@ def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
                 np.fill_diagonal(matrix, 0.0)
         if not problems and result[0].shape != result[1].shape:
             problems.add(
-                f"traffic_bytes is for {len(result[0])} ranks, seconds_per_byte for "
-                f"{len(result[1])} devices; expected equal numbers. Give idle devices "
+                f"traffic_bytes is for {count_text(len(result[0]), 'rank')}, "
+                "seconds_per_byte for "
+                f"{count_text(len(result[1]), 'device')}; expected equal numbers. Give "
+                "idle devices "
                 "ranks that send nothing"
             )
     return result[0], result[1]

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import NO_EFFECT
 from whalejax.planner.model.dimensions import Dimensions, Role
 from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
@@ -70,26 +71,35 @@ def check_devices(
     if needed > num_devices:
         remedy = "Lower the counts, or leave devices= out to use all"
         if not _says_devices(task_graphs):
-            remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
+            remedy = (
+                f"Mark at most {count_text(num_devices, 'stage')}, or take "
+                f"{count_text(needed, 'device')}"
+            )
         problems.add(
-            f"the marks ask for {needed} devices ({listing}), but there are "
+            f"the marks ask for {count_text(needed, 'device')} ({listing}), but there "
+            "are "
             f"{num_devices}. {remedy}"
         )
     elif num_devices % needed:
         problems.add(
-            f"one model replica takes {needed} devices ({listing}), which does not "
+            f"one model replica takes {count_text(needed, 'device')} ({listing}), "
+            "which does not "
             f"divide {num_devices}. Counts that do: {_counts(num_devices)}"
         )
     if around is not None and places.has_stages and around != needed:
         problems.add(
-            f"replicate(devices={around}) is around {stages} stages, but one copy of "
-            f"the model takes {needed} devices ({listing}). Give it {needed}, or leave "
+            f"replicate(devices={around}) is around {count_text(stages, 'stage')}, but "
+            "one copy of "
+            f"the model takes {count_text(needed, 'device')} ({listing}). Give it "
+            f"{needed}, or leave "
             "devices= out in one of the two"
         )
     elif around is not None and around % stages:
         problems.add(
-            f"replicate(devices={around}) is around {stages} stages, but its {around} "
-            f"devices do not divide into {stages} stages. Use devices={stages} or a "
+            f"replicate(devices={around}) is around {count_text(stages, 'stage')}, but "
+            f"its {around} "
+            f"devices do not divide into {count_text(stages, 'stage')}. Use "
+            f"devices={stages} or a "
             "multiple of it"
         )
         return
@@ -100,7 +110,8 @@ def check_devices(
             cut = stages > 1 and not places.has_stages
             what = "a stage" if key or cut else "a model replica"
             problems.add(
-                f"{graph.name} asks for {count} devices inside {what} of {width}; "
+                f"{graph.name} asks for {count_text(count, 'device')} inside {what} of "
+                f"{width}; "
                 f"{count} does not divide {width}. Counts that do: {_counts(width)}"
             )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import NO_EFFECT
 from whalejax.planner.model.analysis import expert_roles, weight_homes
 from whalejax.planner.model.dimensions import Dimensions, roles_of
@@ -226,7 +227,7 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
         if not choice.obliged:
             continue
         if choice.devices is not None and choice.devices != model:
-            return f"a split asks for {choice.devices} devices"
+            return f"a split asks for {count_text(choice.devices, 'device')}"
         by_experts = mesh["expert"] > 1 and choice.experts >= choice.named_roles
         serves = mesh["tensor"] > 1 or (by_experts and choice.experts)
         if not serves and choice.devices != 1 and any(n > 1 for n in mesh.values()):

@@ -90,7 +90,7 @@ def test_groups_are_found_across_two_nodes() -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(WhaleError, match=r"traffic_bytes has shape \(2, 1\)"):
         place([[1], [2]], [[0, 1], [1, 0]])
-    with pytest.raises(WhaleError, match="2 ranks, seconds_per_byte for 1 devices"):
+    with pytest.raises(WhaleError, match="2 ranks, seconds_per_byte for 1 device"):
         place([[0, 1], [1, 0]], [[0]])
     with pytest.raises(WhaleError, match="seconds_per_byte has negative or non-finite"):
         place([[0]], [[-1.0]])

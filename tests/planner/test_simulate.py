@@ -233,7 +233,7 @@ def test_a_turn_lasts_as_long_as_its_slowest_stage() -> None:
 
 
 def test_times_of_another_number_of_places() -> None:
-    with pytest.raises(PlanError, match="forward_seconds has 1 entries; expected 4"):
+    with pytest.raises(PlanError, match="forward_seconds has 1 entry; expected 4"):
         simulate(schedule("interleaved", 2, 2, 2), [1.0], [1.0] * 4)
 
 
@@ -243,7 +243,7 @@ def test_times_of_a_backward_that_is_not_split() -> None:
         simulate(schedule("1f1b", 2, 2), one, one[:1], weight_seconds=one)
     assert str(caught.value) == (
         "times of 1f1b: 2 problems\n"
-        "  1. backward_seconds has 1 entries; expected 2: 1 chunks on each of 2 "
+        "  1. backward_seconds has 1 entry; expected 2: 1 chunk on each of 2 "
         "stages\n"
         "  2. weight_seconds is given, but 1f1b does not split the backward pass. Add "
         "it to backward_seconds, or choose the schedule zb-h1"

@@ -284,7 +284,7 @@ def test_the_planner_chooses_the_micro_batches_and_says_so() -> None:
     assert plan.num_micro_batches > 1
     assert plan.time.bubble_seconds > 0
     text = str(plan)
-    assert "stage 4" in text and "1f1b-lockstep, 1 layers each" in text
+    assert "stage 4" in text and "1f1b-lockstep, 1 layer each" in text
     again = wh.Plan.from_document(plan.document())
     assert again == plan and again.hash == plan.hash
     layers = plan.leaf("blocks.up.kernel")

@@ -277,7 +277,7 @@ def test_a_run_with_other_micro_batches_tells_of_other_random_numbers(
         step.save(path, step.init_from(make_net()))
         found: list[Any] = [restore_newest(made(loss_fn, n), [path]) for n in (1, 2)]
         assert found[0].notes == ()
-        told = ["trained with 1 micro-batches" in note for note in found[1].notes]
+        told = ["trained with 1 micro-batch" in note for note in found[1].notes]
         assert told == ([True] if name == "drawn" else [])
 
 

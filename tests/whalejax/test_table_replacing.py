@@ -203,6 +203,6 @@ def test_a_run_places_its_tables_anew(capsys: pytest.CaptureFixture[str]) -> Non
     )
     other = alone.place(other, whole.placement)
     assert alone.plan.use == whole.use != plan.use
-    with pytest.raises(wh.WhaleError, match="of 1 tables on 8 ranks"):
+    with pytest.raises(wh.WhaleError, match="of 1 table on 8 ranks"):
         eight = place_tables(plan.placement.tables, "cpu:8", batch_size=samples)
         alone.place(other, eight)

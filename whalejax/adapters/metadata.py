@@ -14,6 +14,7 @@ from typing import Any
 
 from whalejax.meshes.checks import is_array
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.sharding.layout import MESH_AXES
 
 
@@ -61,7 +62,7 @@ def read_metadata(
         entries, mesh_names = _box_entries(metadata(path))
         if len(entries) > rank:
             problems.add(
-                f"{path}: its metadata names {len(entries)} dimensions "
+                f"{path}: its metadata names {count_text(len(entries), 'dimension')} "
                 f"{tuple(entries)}, but its shape is {tuple(shape)}. Name each "
                 "dimension once."
             )

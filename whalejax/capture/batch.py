@@ -355,7 +355,8 @@ def _check_sizes(
     size = next(iter(sizes.values()))
     if size > MOST_SAMPLES:
         problems.add(
-            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. If "
+            f"the batch has {count_text(size, 'sample')}; expected at most "
+            f"{MOST_SAMPLES}. If "
             "another dimension has the samples, give it by batch_axes="
         )
         return
@@ -371,6 +372,6 @@ def _check_sizes(
         do = "does" if size == 1 else "do"
         problems.add(
             f"{count_text(size, 'sample')} {do} not divide into "
-            f"{num_micro_batches} micro-batches. Use a batch of {near}"
+            f"{count_text(num_micro_batches, 'micro-batch')}. Use a batch of {near}"
             f"{lower + num_micro_batches}, or another num_micro_batches."
         )

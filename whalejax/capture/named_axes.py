@@ -27,6 +27,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
@@ -108,7 +109,7 @@ def constraint_notes(jaxpr: Any) -> list[str]:
     spec, line = result[0].params["sharding"], _compat.line_text(result[0])
     spec = getattr(spec, "spec", spec)
     count = len(result)
-    layouts = "1 layout" if count == 1 else f"{count} layouts"
+    layouts = count_text(count, "layout")
     are = "is" if count == 1 else "are"
     return [
         f"{layouts} of values that the model fixes by with_sharding_constraint (the "

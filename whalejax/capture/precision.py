@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from whalejax.adapters.base import Adapter
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
@@ -113,7 +114,7 @@ def product_words(count: int) -> str:
     >>> product_words(1), product_words(2)
     ('1 product', '2 products')
     """
-    return "1 product" if count == 1 else f"{count} products"
+    return count_text(count, "product")
 
 
 def widest_work(graph: Graph) -> str:

@@ -74,6 +74,7 @@ from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_til
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost_terms import ALL, precision_words
 from whalejax.planner.model.analysis import (
     analyse_graph,
@@ -235,7 +236,7 @@ class Captured:
     ) -> Captured:
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
         for where, count in (wide or {}).items():
-            some = "1 product" if count == 1 else f"{count} products"
+            some = count_text(count, "product")
             stay = "stays" if count == 1 else "stay"
             notes.append(f"{words}: {some} {where} {stay} in float32")
         if not (wide or casts):
@@ -740,7 +741,8 @@ def _of_a_part(
         first = str(error).splitlines()[0] if str(error) else ""
         raise WhaleError(
             f"num_micro_batches={num_micro_batches}: the loss accepts the batch of "
-            f"{size} samples, but no micro-batch of {size // num_micro_batches}: "
+            f"{count_text(size, 'sample')}, but no micro-batch of "
+            f"{size // num_micro_batches}: "
             f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Use fewer "
             "micro-batches, so that each has all samples that the loss takes together, "
             "with group_size= for neighbouring samples; or num_micro_batches=1"
@@ -757,7 +759,10 @@ def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> i
 def _part(size: int, count: int) -> str:
     if count == 1:
         return ""
-    return f" for a micro-batch of {size} of the batch's {size * count} samples"
+    return (
+        f" for a micro-batch of {size} of the batch's "
+        f"{count_text(size * count, 'sample')}"
+    )
 
 
 def _traced_twice_as_large(

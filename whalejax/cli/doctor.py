@@ -22,6 +22,7 @@ from whalejax.cli.progress import make_console
 from whalejax.distributed.first_connection import shared_key
 from whalejax.distributed.launch_env import launched, split_address
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.processes import launcher
 from whalejax.processes.launch_spec import shell_words
 
@@ -118,7 +119,10 @@ def show(met: HostComparison, *, as_json: bool) -> None:
     console = make_console()
     console.print(table)
     problems, warnings = verdicts.count("problem"), verdicts.count("warning")
-    console.print(f"\n{problems} problems, {warnings} warnings", markup=False)
+    console.print(
+        f"\n{count_text(problems, 'problem')}, {count_text(warnings, 'warning')}",
+        markup=False,
+    )
 
 
 def _checks(met: HostComparison) -> Iterator[tuple[str, Check]]:

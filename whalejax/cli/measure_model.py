@@ -13,6 +13,7 @@ import jax
 from whalejax.api.job_plans import abstract_model, make_plan
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
+from whalejax.meshes.units import count_text
 from whalejax.planner.balance.shares import weights_hash
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.train_step import compile as compile_step
@@ -70,7 +71,8 @@ def with_timing(
     )
     if measured <= 0:
         raise WhaleError(
-            f"{MANY} micro-batches of {count} samples took no longer than {FEW}. The "
+            f"{MANY} micro-batches of {count_text(count, 'sample')} took no longer "
+            f"than {FEW}. The "
             "machine is too busy, or the micro-batches are too small; give more "
             "--samples"
         )

@@ -17,6 +17,7 @@ from whalejax.equality.check_plan import check as check_plan
 from whalejax.equality.check_plan import check_adapted
 from whalejax.equality.check_run import CheckResult
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.user_code.losses import Job
 
@@ -95,7 +96,8 @@ def check_before_training(
         )
     worst = result.worst
     console.print(
-        f"checked at reduced sizes on {worst.num_devices} virtual devices in "
+        "checked at reduced sizes on "
+        f"{count_text(worst.num_devices, 'virtual device')} in "
         f"{result.seconds:.0f} s: the largest error of a gradient or parameter is "
         f"{worst.error:.1e} (limit {worst.limit:.1e})",
         markup=False,

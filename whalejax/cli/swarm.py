@@ -19,6 +19,7 @@ from whalejax.cli.swarm_options import (
 from whalejax.distributed.launch_env import split_address
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.user_code.losses import Job
 from whalejax.wire.addresses import joined_address
 from whalejax.wire.keys import Key, load_key
@@ -159,7 +160,10 @@ def _serve(
     begun = time.monotonic()
     _print_steps(command, run.run())
     if not command.json:
-        say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
+        say(
+            f"whalejax: {count_text(command.steps, 'step')} in "
+            f"{time.monotonic() - begun:.1f} s"
+        )
     return 0
 
 
@@ -406,7 +410,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         )
     for stage in range(found["stages"]):
         peers = [p for p in found["peers"] if p["stage"] == stage]
-        lines.append(f"stage {stage}: {len(peers)} peers")
+        lines.append(f"stage {stage}: {count_text(len(peers), 'peer')}")
         for peer in peers:
             speed = f"{peer['seconds']:.3g} s a forward" if peer["seconds"] else "-"
             lines.append(

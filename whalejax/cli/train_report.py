@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whalejax.cli.show import seconds_text
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.report.headline import flops_text
 
 
@@ -57,7 +58,7 @@ def words_of(report: TrainReport) -> list[str]:
     else:
         lines.append(
             f"loss {report.loss_first:.4f} to {report.loss_last:.4f} in "
-            f"{report.steps} steps, {report.seconds:.1f} s in all"
+            f"{count_text(report.steps, 'step')}, {report.seconds:.1f} s in all"
         )
     if report.measured_step_s is not None:
         ratio = report.measured_step_s / report.predicted_step_s

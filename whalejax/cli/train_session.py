@@ -34,6 +34,7 @@ from whalejax.cli.train_report import TrainReport, words_of
 from whalejax.distributed.standard_streams import say
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime import loop
@@ -338,10 +339,10 @@ class _Session:
         for note in or_init.notes if or_init else ():
             self._warn(note)
         if or_init:
+            steps = count_text(int(or_init.state.step), "step")
+            samples = count_text(or_init.state.samples or 0, "sample")
             self.console.print(
-                f"starting from {or_init.checkpoint}: {int(or_init.state.step)} steps, "
-                f"{or_init.state.samples} samples",
-                markup=False,
+                f"starting from {or_init.checkpoint}: {steps}, {samples}", markup=False
             )
         elif options.resume:
             self.console.print("starting at step 0: no checkpoint to resume from")

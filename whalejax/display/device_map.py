@@ -9,6 +9,7 @@ from html import escape
 from whalejax.display.page import FILLS, INK, Picture, cell, drawing, table, words
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.report.why import shape_text, spec_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import LeafPlan
@@ -80,11 +81,11 @@ class DeviceMap(Picture):
         counts = {len(held) for held in self.parts.values()}
         part = next(iter(self.parts))
         size = shape_text([end - begin for begin, end in part])
-        each = f"each on {max(counts)} of {devices} devices"
+        each = f"each on {max(counts)} of {count_text(devices, 'device')}"
         if max(counts) == devices:
             each = "whole on each device" if devices > 1 else "whole on the only device"
         elif counts == {1}:
-            each = f"each on one of {devices} devices"
+            each = f"each on one of {count_text(devices, 'device')}"
         number = f"{len(self.parts):,} parts of {size}, " if len(self.parts) > 1 else ""
         what = "" if of == "params" else f" ({of})"
         return [
@@ -152,7 +153,10 @@ def devices_text(numbers: Sequence[int]) -> str:
             runs.append((number, number))
     words = [f"{a}–{b}" if b > a else f"{a}" for a, b in runs]
     if len(words) > 6:
-        return f"{', '.join(words[:3])} … {words[-1]} ({len(numbers)} devices)"
+        return (
+            f"{', '.join(words[:3])} … {words[-1]} "
+            f"({count_text(len(numbers), 'device')})"
+        )
     return ", ".join(words)
 
 

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
+from whalejax.meshes.units import count_text
 from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.pipeline.simulate import TimedSchedule, paced_beside
 from whalejax.planner.plan_data import PlanData
@@ -109,12 +110,14 @@ class StepTimeline(Picture):
             ]
         stages = plan.stages
         assert stages is not None
-        number = f"{len(self.lanes)} stages, {plan.num_micro_batches} micro-batches"
+        number = (
+            f"{count_text(len(self.lanes), 'stage')}, "
+            f"{count_text(plan.num_micro_batches, 'micro-batch')}"
+        )
         if plan.pipelines:
             each, length = " and ".join(map(str, plan.shares)), plan.axis_sizes["stage"]
-            several = "s" * (len(plan.pipelines) > 1)
-            pipelines = f"{len(plan.pipelines)} pipeline{several} of {length} stages"
-            number = f"{pipelines}, {each} micro-batches"
+            several = count_text(len(plan.pipelines), "pipeline")
+            number = f"{several} of {length} stages, {each} micro-batches"
         found = [
             f"Timeline: {stages.schedule}, {number}: {len(self.slices):,} rows in "
             f"{seconds_text(self.end_seconds)}, bubble {self.bubble:.1%}"

@@ -36,6 +36,7 @@ from whalejax.membership import launch_heartbeat as beats
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.wire.addresses import joined_address
 
 
@@ -174,7 +175,8 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
         came.close()
         said = str(error).splitlines()[0][:200]
         raise WhaleError(
-            f"JAX cannot join {place.count} processes at {place.coordinator} ({said})"
+            f"JAX cannot join {count_text(place.count, 'process')} at "
+            f"{place.coordinator} ({said})"
         ) from error
     except BaseException:  # an interrupt, or an end by sys.exit
         came.close()

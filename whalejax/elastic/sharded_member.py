@@ -32,6 +32,7 @@ from whalejax.membership.elastic_run import AT_STEPS, MODE
 from whalejax.membership.exit_status import TERMINATED
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.meshes.errors import WhaleError, warn
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.steps_in_flight import is_divergent
@@ -244,7 +245,7 @@ class SpreadMember:
             self._control.post(wire.Unfit(count=count, why=why))
         except Exception as error:
             # The processes plan again when they begin.
-            warn(f"no plan was made ahead for {count} processes: {error}")
+            warn(f"no plan was made ahead for {count_text(count, 'process')}: {error}")
         return None
 
     def _compile_ahead(self, count: int, plan: Plan) -> None:
@@ -257,7 +258,10 @@ class SpreadMember:
                 seconds = time.monotonic() - began
                 self._control.post(wire.CompiledAhead(count=count, seconds=seconds))
         except Exception as error:  # The processes compile again when they begin.
-            warn(f"nothing was compiled ahead for {count} processes: {error}")
+            warn(
+                f"nothing was compiled ahead for {count_text(count, 'process')}: "
+                f"{error}"
+            )
 
     def _committed(self, done: int, loss: float) -> None:
         if self._control is None:

@@ -21,6 +21,7 @@ from whalejax.api import job_plans
 from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.sharded_programs import SpreadPrograms, cluster_of
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
@@ -100,7 +101,8 @@ class TableSpreadPrograms(SpreadPrograms):
         devices = processes * jax.local_device_count()
         if self.size % devices:
             raise PlanError(
-                f"a batch has {self.size} samples; expected a multiple of {devices}, "
+                f"a batch has {count_text(self.size, 'sample')}; expected a multiple "
+                f"of {devices}, "
                 f"the devices of {processes} processes, since each device looks up the "
                 "ids of its own samples. Give a batch that every wanted number of "
                 "devices divides"
@@ -195,7 +197,8 @@ def _placement_text(placement: TablePlacement) -> str:
     ways = [_way_text(placement, table.name) for table in tables[:_MOST_TABLES]]
     more = len(tables) - len(ways)
     return (
-        f"{len(tables)} tables in {len(placement.shards)} shards on {count} "
+        f"{count_text(len(tables), 'table')} in "
+        f"{count_text(len(placement.shards), 'shard')} on {count} "
         f"rank{'s' if count > 1 else ''}, the most loaded with "
         f"{placement.imbalance:.2f} of the mean: {', '.join(ways)}"
         f"{f' and {more} others' if more else ''}"

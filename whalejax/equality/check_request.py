@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.units import count_text
 from whalejax.verification.targets import Target
 
 
@@ -44,7 +45,7 @@ def virtual_devices(count: int) -> Target:
     """Returns a target of CPU devices in a separate process."""
     return Target(
         platform="local",
-        words=f"{count} virtual devices",
+        words=count_text(count, "virtual device"),
         kind="cpu",
         topology="",
         slices=1,

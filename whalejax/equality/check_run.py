@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from whalejax.meshes.units import count_text
+
 
 SHOWN: Final = 6
 """Number of gradients and of parameters in the report of a wrong run: those with the
@@ -186,11 +188,11 @@ class CheckResult:
 def _run_lines(run: CheckRun) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in run.axes) or "one device"
     yield ""
-    devices = f"{run.num_devices} virtual device{'s' * (run.num_devices > 1)}"
+    devices = count_text(run.num_devices, "virtual device")
     yield f"{run.extents} extents, {run.precision or 'f32'}, the {_WAYS[run.way]}:"
     parts = "1 micro-batch"
     if run.num_micro_batches > 1:
-        parts = f"{run.num_micro_batches} micro-batches"
+        parts = count_text(run.num_micro_batches, "micro-batch")
     yield f"  on           {mesh} ({devices}, {parts})"
     if run.dimensions:
         sizes = ", ".join(f"{d.name} {d.size} → {d.reduced}" for d in run.dimensions)

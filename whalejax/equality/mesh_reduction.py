@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from whalejax.equality.check_errors import CheckError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 
 
@@ -74,7 +75,8 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
     if mesh.num_devices > MOST_DEVICES:
         raise CheckError(
             f"with size 2 of each of its {len(plan.axes)} mesh axes, the plan needs "
-            f"{mesh.num_devices} virtual devices; expected at most {MOST_DEVICES}. "
+            f"{count_text(mesh.num_devices, 'virtual device')}; expected at most "
+            f"{MOST_DEVICES}. "
             "Check a plan with fewer stages or axes"
         )
     return mesh

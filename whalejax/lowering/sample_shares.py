@@ -19,6 +19,7 @@ from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import BatchLeaf
 from whalejax.planner.plan_errors import PlanError
@@ -44,7 +45,8 @@ def checked_shares(
     if not whole or len(result) != len(plan.shares) or sum(result) != sum(plan.shares):
         raise PlanError(
             f"shares is {short_repr(list(result))}; expected {len(plan.shares)} whole "
-            f"numbers that add up to {sum(plan.shares)} micro-batches, such as "
+            f"numbers that add up to {count_text(sum(plan.shares), 'micro-batch')}, "
+            "such as "
             f"{list(plan.shares)}"
         )
     over = [i for i, (k, m) in enumerate(zip(result, most, strict=True)) if k > m]

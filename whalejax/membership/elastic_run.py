@@ -17,6 +17,7 @@ from whalejax.membership.lease import Lease
 from whalejax.membership.phases import DEADLINES, STEP
 from whalejax.membership.restart_policy import Failures
 from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.units import count_text
 from whalejax.wire import run_messages as wire
 
 
@@ -351,7 +352,8 @@ class ElasticRun:
         if not self.placed:
             return ""
         there = [
-            f"{name} ({process_count_text(room)})" for name, room in self.agents.items()
+            f"{name} ({count_text(room, 'process')})"
+            for name, room in self.agents.items()
         ]
         missing = sorted(self.awaited)
         text = f"; agents present: {', '.join(there) or 'none'}"
@@ -362,12 +364,3 @@ class ElasticRun:
     def send(self, name: str, message: wire.ToMember) -> None:
         """Queues a message to a member."""
         self.outbox.append(Send(name, message))
-
-
-def process_count_text(processes: int) -> str:
-    """Returns the text for a number of processes.
-
-    >>> process_count_text(1), process_count_text(2)
-    ('1 process', '2 processes')
-    """
-    return f"{processes} process" + "es" * (processes != 1)

@@ -486,7 +486,8 @@ def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
     if there:
         raise WhaleError(
             f"save_dir is {save_dir}, which holds {', '.join(there)} already, and the "
-            f"state has {first} steps behind it: training to step {steps} would write "
+            f"state has {count_text(first, 'step')} behind it: training to step "
+            f"{steps} would write "
             "there. Give another directory, or go on from the latest checkpoint: "
             "step.restore(loop.latest(save_dir))"
         )

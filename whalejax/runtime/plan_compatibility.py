@@ -23,7 +23,7 @@ from whalejax.meshes.checks import short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.meshes.jax_mesh import are_devices
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 
@@ -95,7 +95,7 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         elif result[0].platform == "cpu":
             remedy = virtual
         raise PlanError(
-            f"this plan is for {count} device{'s' * (count > 1)} "
+            f"this plan is for {count_text(count, 'device')} "
             f"({plan.cluster.describe()}); here are {len(result)} "
             f"({result[0].device_kind}). {remedy}"
         )

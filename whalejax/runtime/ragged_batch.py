@@ -21,6 +21,7 @@ from whalejax.capture import Captured
 from whalejax.capture.split_checks import reason_text
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.user_code.losses import ReportedValue
@@ -114,10 +115,13 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
     for text in captured.apart().mismatch_messages():
         problems.add(text)
     problems.raise_if_any(
-        title=f"the batch has {samples} samples, the plan is for {whole}, and the "
-        "evaluation of these alone cannot be had from whole batches. Leave them out, "
-        "plan without an optimizer for batches of this size, or say how reported "
-        "values are put together, with wh.Aux(means=..., sums=..., samples=...)"
+        title=(
+            f"the batch has {count_text(samples, 'sample')}, the plan is for {whole}, "
+            "and the evaluation of these alone cannot be had from whole batches. Leave "
+            "them out, plan without an optimizer for batches of this size, or say how "
+            "reported values are put together, with wh.Aux(means=..., sums=..., "
+            "samples=...)"
+        )
     )
 
 

@@ -32,6 +32,7 @@ from whalejax.lowering.train_state import TrainState, bare, host_copy, typed_key
 from whalejax.meshes.arguments.wrong_arguments import names_arguments
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
@@ -462,8 +463,9 @@ class TableStep:
         ]
         if sizes[0] != sizes[1] or placement.ranks.count != before.ranks.count:
             raise PlanError(
-                f"this placement is of {len(sizes[1])} tables on "
-                f"{placement.ranks.count} ranks; expected those of the plan, "
+                f"this placement is of {count_text(len(sizes[1]), 'table')} on "
+                f"{count_text(placement.ranks.count, 'rank')}; expected those of the "
+                "plan, "
                 f"{len(sizes[0])} on {before.ranks.count}. Of another number of ranks "
                 "make a plan and a step, and let it adopt the state"
             )

@@ -20,6 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from whalejax.meshes.units import count_text
 from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
 
@@ -144,7 +145,8 @@ def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
                 f"{n}{f' {kind}' if kind else ''}" for kind, n in devices.items()
             )
             raise JobError(
-                f"job {one.job.name!r} needs at least {one.job.least} devices, and the "
+                f"job {one.job.name!r} needs at least "
+                f"{count_text(one.job.least, 'device')}, and the "
                 f"cluster has {there}. Take a larger cluster, or a smaller job"
             )
 
@@ -208,7 +210,8 @@ def most_value(values: Sequence[Mapping[int, float]], devices: int) -> list[int]
         best = sums[chosen, np.arange(devices + 1)]
     if best[devices] == -math.inf:
         raise JobError(
-            f"{devices} devices do not hold {len(values)} jobs at once. Admit fewer"
+            f"{devices} devices do not hold {count_text(len(values), 'job')} at once. "
+            "Admit fewer"
         )
     left, value = devices, []
     for numbers, chosen in reversed(choices):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from whalejax.meshes.units import count_text
 from whalejax.scheduler.allocation import JobState, Objective, allocate
 from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
@@ -133,7 +134,7 @@ class JobSchedule:
         for kind, count in self.devices.items():
             taken = sum(n for k, n in places.values() if k == kind)
             if taken > count:
-                there = f"{count} devices {kind}".strip()
+                there = f"{count_text(count, 'device')} {kind}".strip()
                 raise JobError(f"a decision takes {taken} of {there}")
 
 

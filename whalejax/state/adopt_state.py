@@ -27,6 +27,7 @@ from whalejax.lowering.train_state import (
 )
 from whalejax.meshes.checks import is_whole, plain, short_repr
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -250,7 +251,7 @@ def _lies(leaf: Any, target: Any) -> bool:
 
 def _place(sharding: Any) -> str:
     devices = len(sharding.device_set)
-    where = f"{devices} device{'s' * (devices > 1)}"
+    where = count_text(devices, "device")
     if not isinstance(sharding, NamedSharding):
         return f"{type(sharding).__name__} on {where}"
     kind = sharding.memory_kind

@@ -25,6 +25,7 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import Problems, WhaleError, warn
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.state.checkpoint import UncheckedCheckpoint, unchecked
 from whalejax.state.checkpoint_files import fail_together, told_by_first
@@ -179,7 +180,8 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
     if before in (None, now) or not step.parts_matter:
         return []
     return [
-        f"{path.name} was trained with {before} micro-batches per step, and this run "
+        f"{path.name} was trained with {count_text(before, 'micro-batch')} per step, "
+        "and this run "
         f"takes {now}: each micro-batch has its own random numbers and statistics, so "
         f"results differ from those with num_micro_batches={before}"
     ]

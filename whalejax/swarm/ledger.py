@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 
 
 Write = Callable[[str, Mapping[str, object]], None]
@@ -110,7 +111,8 @@ class Ledger:
         """
         if step < 0 or stages < 1 or micro_batches < 1:
             raise WhaleError(
-                f"ledger: step {step}, {stages} stages, {micro_batches} micro-batches; "
+                f"ledger: step {step}, {count_text(stages, 'stage')}, "
+                f"{count_text(micro_batches, 'micro-batch')}; "
                 "a step is at least 0, and there is at least 1 stage and micro-batch"
             )
         self.step, self.stages, self.micro_batches = step, stages, micro_batches
@@ -343,7 +345,7 @@ class Ledger:
             raise WhaleError(
                 f"ledger, step {self.step}: cannot be committed with digests of stages "
                 f"{sorted(digests)}; seal the assignment first, and give the digest of "
-                f"each of the {self.stages} stages"
+                f"each of the {count_text(self.stages, 'stage')}"
             )
         said = {str(stage): digest for stage, digest in sorted(digests.items())}
         self._record("committed", {"digests": said, "round": self._commit.round})

@@ -17,7 +17,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.topology import Level, Node
-from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import border_bytes, rate_words
 from whalejax.planner.plan_entries import (
@@ -199,7 +199,8 @@ def _fixed_stages(mesh: Mapping[str, int] | None, peers: int) -> int | None:
     stages = (mesh or {}).get("stage")
     if peers < max(2, stages or 2):
         raise PlanError(
-            f"the cluster has {peers} peers for {stages or 2} stages; a swarm needs at "
+            f"the cluster has {count_text(peers, 'peer')} for "
+            f"{count_text(stages or 2, 'stage')}; a swarm needs at "
             "least 2 stages and one peer in each. Have more peers, or fewer stages"
         )
     return stages
@@ -466,7 +467,7 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
 def _summary(swarm: Swarm) -> str:
     peers = " + ".join(str(stage.peers) for stage in swarm.stages)
     return (
-        f"a swarm of {swarm.peers} peers ({peers}) over "
+        f"a swarm of {count_text(swarm.peers, 'peer')} ({peers}) over "
         f"{rate_words(swarm.bytes_per_second)}, {swarm.wire} on the wire: steps of "
         f"{milliseconds(swarm.step_seconds)}, {swarm.samples_per_second:.3g} "
         f"samples/s, peers compute {swarm.utilization:.0%} of the time"
@@ -502,7 +503,7 @@ def _widest(swarm: Swarm) -> str:
 def _why_stages(swarm: Swarm, tried: list[str], *, given: bool) -> str:
     count = len(swarm.stages)
     if given:
-        return f"{count} stages, as asked"
+        return f"{count_text(count, 'stage')}, as asked"
     fewer = f"; {'; '.join(tried)}" if tried else ""
     return (
         f"{count} stages, the fewest that fit: larger stages compute more for the "
@@ -519,7 +520,8 @@ def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
     part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
     how = "as asked" if given else f"{QUEUE} for each peer"
     return (
-        f"{plan.num_micro_batches} micro-batches, {how}; reducing gradients in "
+        f"{count_text(plan.num_micro_batches, 'micro-batch')}, {how}; reducing "
+        "gradients in "
         f"{swarm.sum_wire} takes "
         f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
         "make a smaller part"

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan_entries import sum_bytes
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.deadlines import (
@@ -162,7 +163,7 @@ class Simulator(SimulatedCalls):
         if len(peers) < self._count:
             raise WhaleError(
                 f"simulated swarm: {len(peers)} peers join at time 0, and there are "
-                f"{self._count} stages; each needs one"
+                f"{count_text(self._count, 'stage')}; each needs one"
             )
         speeds = {peer.name: self._speeds(peer) for peer in peers}
         placed = best_stages(speeds, self._count)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Final
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 
 
 UNPROVOKED: Final = 5.0  # factor of the threshold for moves without joins and leaves
@@ -206,7 +207,8 @@ def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """
     if peers < len(seconds) or not seconds or min(seconds) <= 0:
         raise WhaleError(
-            f"peers of stages: {peers} peers for {len(seconds)} stages of "
+            f"peers of stages: {count_text(peers, 'peer')} for "
+            f"{count_text(len(seconds), 'stage')} of "
             f"{list(seconds)} seconds; there must be at least 1 a stage, and "
             "each must take more than 0 seconds. Have more peers, or fewer stages"
         )
@@ -234,7 +236,8 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
     """
     if len(speeds) < stages:
         raise WhaleError(
-            f"peers of stages: {len(speeds)} peers for {stages} stages; each stage "
+            f"peers of stages: {count_text(len(speeds), 'peer')} for "
+            f"{count_text(stages, 'stage')}; each stage "
             "needs one. Have more peers, or fewer stages"
         )
     placed: dict[str, int] = {}
@@ -319,7 +322,8 @@ class Rebalancer:
         """
         if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
             raise WhaleError(
-                f"rebalancing: {stages} stages, period {period} s, threshold "
+                f"rebalancing: {count_text(stages, 'stage')}, period {period} s, "
+                "threshold "
                 f"{threshold}, horizon {horizon} s; there must be a stage, seconds "
                 "above 0, and a threshold of at least 0"
             )

@@ -171,8 +171,8 @@ class Trainer(TrainerState):
             self._end_snapshots()
         if self._snapshot.step != self.step:
             raise WhaleError(
-                f"all {self.step} steps are done, and no peer gave the state of a "
-                f"stage after the last: the newest whole state is of step "
+                f"step {self.step}, the last, is done, and no peer gave the state of a "
+                f"stage after it: the newest whole state is of step "
                 f"{self._snapshot.step}. Start the run again with the same folder; it "
                 "goes on from there"
             )

@@ -14,6 +14,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 
@@ -103,7 +104,7 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
         target = _target(cluster, topology)
     if target.platform != "local" and target.num_devices != plan.cluster.num_devices:
         raise PlanError(
-            f"this plan is for {plan.cluster.num_devices} devices "
+            f"this plan is for {count_text(plan.cluster.num_devices, 'device')} "
             f"({plan.cluster.describe()}), but {target.words} has "
             f"{target.num_devices}. "
             "Plan again for it, or give a topology with the plan's number of devices"

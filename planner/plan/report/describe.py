@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.plan.report.plan_page import page_width
 from whalejax.planner.plan.report.plan_traffic import (
     HANDED,
@@ -80,7 +80,10 @@ def _parallel(plan: PlanData) -> Iterator[str]:
 def _of_axis(plan: PlanData, axis: str) -> str:
     words = _KINDS[axis]
     if axis == "stage" and plan.stages is not None:
-        return f"{words}: {plan.stages.words()}, {plan.num_micro_batches} micro-batches"
+        return (
+            f"{words}: {plan.stages.words()}, "
+            f"{count_text(plan.num_micro_batches, 'micro-batch')}"
+        )
     if axis == "data" and plan.zero:
         words += f", {_ZERO[plan.zero]}"
     if axis == "data" and plan.combine != "mean":

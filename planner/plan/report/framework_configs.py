@@ -18,6 +18,7 @@ from typing import Final
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.plan.report.axis_mappings import (
     Axes,
     AxisMappings,
@@ -67,7 +68,7 @@ def unsaid_options(plan: PlanData, *said: str) -> list[str]:
     if plan.precisions:
         found.append("precision by region")
     if plan.num_micro_batches > 1 and "micro-batches" not in said:
-        found.append(f"{plan.num_micro_batches} micro-batches a step")
+        found.append(f"{count_text(plan.num_micro_batches, 'micro-batch')} a step")
     if plan.zero:
         found.append(f"ZeRO-{plan.zero} over data")
     if "options" not in said:

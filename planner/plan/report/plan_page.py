@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.cost_terms import NO_EFFECT, OBEYED
 from whalejax.planner.plan.report.headline import headline
@@ -274,7 +274,7 @@ def share_words(plan: PlanData) -> list[str]:
             else f"{where} ({kind}) {share}"
         )
         first = last + 1
-    return [*pieces, f"of {sum(plan.shares)} micro-batches"]
+    return [*pieces, f"of {count_text(sum(plan.shares), 'micro-batch')}"]
 
 
 # The parameters and the traffic.

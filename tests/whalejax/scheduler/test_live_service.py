@@ -674,7 +674,7 @@ def test_a_job_that_has_more_devices_than_micro_batches_is_refused(
 ) -> None:
     request = job(tmp_path, batch=32, micro_batches=1, devices=(1, 4))
     told_two = {**told(request, "cpu:4"), "units": {"": 2}}
-    with pytest.raises(JobError, match="1 micro-batches, at least one for each CPU"):
+    with pytest.raises(JobError, match="1 micro-batch, at least one for each CPU"):
         plan_worker.planned(told_two)
 
 

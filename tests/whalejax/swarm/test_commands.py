@@ -255,7 +255,7 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         told = swarm._query_registry(address, KEY, ShowSwarm()).fields
     text = swarm.as_text(told)
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
-    assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
+    assert all(f"stage {stage}: 1 peer" in text for stage in range(jobs.STAGES))
     assert "working" in text
     assert "trainer with the registry" in text
     assert "leads 0  has led 6" in text

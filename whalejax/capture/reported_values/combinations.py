@@ -40,6 +40,7 @@ from whalejax.capture.reported_values.sample_dims import (
 )
 from whalejax.capture.rules.behaviour import Value
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.planner.model.graph import Graph, Op
 from whalejax.user_code.losses import ReportedValue, is_merged
 
@@ -416,7 +417,7 @@ def check_clear(
     planner = f"the planner chose num_micro_batches={chosen}, and " if chosen else ""
     problems.raise_if_any(
         WhaleError,
-        title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what "
+        title=f"{planner}micro-batches of {count_text(size, 'sample')} report what "
         "cannot be put together. Give what has a row for each sample as "
         "wh.Aux(samples={...}), what is to be added up as sums={...} and what is to be "
         f"averaged as means={{...}}, or plan with {whole}",

@@ -11,7 +11,7 @@ from whalejax.cli.jobs.jobs_options import JobsSimulateCommand, check_seconds
 from whalejax.cli.progress import Meter, Working
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.units import milliseconds
+from whalejax.meshes.units import count_text, milliseconds
 from whalejax.scheduler.allocation import Objective
 from whalejax.scheduler.job_table import (
     JobError,
@@ -94,7 +94,8 @@ def _scheduled(
         own = best_options(o for o in tables[key] if o.batch == one.batch[0])
         if not own:
             raise JobError(
-                f"job {one.name!r}: no plan of {one.model} with {one.batch[0]} samples "
+                f"job {one.name!r}: no plan of {one.model} with "
+                f"{count_text(one.batch[0], 'sample')} "
                 f"on {one.devices[0]} to {one.devices[1]} devices of "
                 f"{cluster.describe()}; whalejax plan prints the reason. Give the job "
                 "other devices or another batch"

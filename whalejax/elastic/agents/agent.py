@@ -33,9 +33,9 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
-from whalejax.membership.elastic_run import process_count_text
 from whalejax.membership.exit_status import Ending
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import log_folder, machine
 from whalejax.processes.local_run import LocalRun
@@ -319,7 +319,7 @@ class Agent:
             self._joined = True
             tell_user(
                 f"agent {self.name} joined the run at {self._options.supervisor}; it "
-                f"holds at most {process_count_text(self._options.processes)}, with "
+                f"holds at most {count_text(self._options.processes, 'process')}, with "
                 "logs in "
                 f"{self._logs}"
             )
@@ -357,7 +357,9 @@ class Agent:
         taken = self._places.values()
         free = [place for place in range(count) if place not in taken]
         if not free:
-            raise WhaleError(f"it holds {len(self._places)} of {count} processes")
+            raise WhaleError(
+                f"it holds {len(self._places)} of {count_text(count, 'process')}"
+            )
         self._places[name] = free[0]
         return own_gpus(self._gpus, count, free[0])
 

@@ -24,7 +24,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.cluster_data import Level, Node
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.plan.goodput import goodput_of
 from whalejax.planner.plan.plan import Plan
@@ -175,7 +175,7 @@ def choose(
     priced = price(replica, processes, mtbf)
     where = f" on {processes.hosts} hosts" if processes.hosts > 1 else ""
     times = (
-        f"{processes.count} processes of {one}{where}, "
+        f"{count_text(processes.count, 'process')} of {one}{where}, "
         f"{gigabytes(gradient_bytes(replica))} of gradients: a step takes "
         f"{milliseconds(priced.with_failures[0])} by messages and "
         f"{milliseconds(priced.with_failures[1])} by collectives, if one fails every "

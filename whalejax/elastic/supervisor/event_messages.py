@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from whalejax.distributed.standard_streams import say_in_background
 from whalejax.journals.status import loss_text
-from whalejax.membership.elastic_run import process_count_text
 from whalejax.membership.exit_status import Ending
+from whalejax.meshes.units import count_text
 
 
 _PROGRESS: Final = frozenset(
@@ -53,7 +53,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
         case "left":
             return f"{fields['name']}: its loop was left at step {fields['step']}"
         case "agent_joined":
-            most = f"it holds at most {process_count_text(fields['room'])}"
+            most = f"it holds at most {count_text(fields['room'], 'process')}"
             return f"agent {fields['agent']} at {fields['host']} joined; {most}"
         case "agent_lost":
             return f"agent {fields['agent']} is lost: {fields['why']}"
@@ -78,7 +78,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
             return (
-                f"there is no plan for {process_count_text(fields['count'])}: "
+                f"there is no plan for {count_text(fields['count'], 'process')}: "
                 f"{fields['why']}"
             )
         case "short":

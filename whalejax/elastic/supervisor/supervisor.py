@@ -50,6 +50,7 @@ from whalejax.membership.resizing import resize_refusal
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.processes.heartbeat_pipe import BEAT_SECONDS, beat
 from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
 from whalejax.processes.local_processes import began_at, machine
@@ -529,7 +530,10 @@ class Supervisor:
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:
-            why = f"{len(devices)} devices for {message.size} members; expected as many"
+            why = (
+                f"{count_text(len(devices), 'device')} for "
+                f"{count_text(message.size, 'member')}; expected as many"
+            )
         if why:
             self._answers.append((channel, wire.RegistrationRefused(why=why)))
             return

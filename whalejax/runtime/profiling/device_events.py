@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 
 
 STEP_NAME: Final = "whalejax_step"
@@ -92,7 +93,8 @@ def read_trace(folder: Path) -> TraceData:
                         events += [device_event] if device_event else []
     if not steps or not events:
         raise WhaleError(
-            f"the trace in {folder} has {len(steps)} steps and {len(events)} "
+            f"the trace in {folder} has {count_text(len(steps), 'step')} and "
+            f"{len(events)} "
             "instructions of devices; profiling needs both. Is another profiler "
             "running?"
         )

@@ -19,7 +19,7 @@ import jax
 
 from whalejax.hlo import HloError, Instruction, collectives
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan.report.plan_page import page_width
 from whalejax.planner.plan.report.plan_traffic import traffic
 from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
@@ -144,7 +144,8 @@ class StepProfile:
         """
         ratio = self.step_seconds / self.predicted_step_seconds
         head = (
-            f"{milliseconds(self.step_seconds)} measured over {self.steps} steps, "
+            f"{milliseconds(self.step_seconds)} measured over "
+            f"{count_text(self.steps, 'step')}, "
             f"{milliseconds(self.predicted_step_seconds)} predicted ({ratio:.2f} times)"
         )
         rows = [

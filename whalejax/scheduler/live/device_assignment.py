@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.membership.exit_status import Ending
+from whalejax.meshes.units import count_text
 from whalejax.scheduler.batch_choice import rate_factor
 from whalejax.scheduler.live.job_book import (
     CANCELLED,
@@ -256,7 +257,10 @@ class Placing:
         does_well = run.reader.members > 0
         for slot, count in run.reader.failures.items():
             if count >= MOST_FAILURES and does_well and slot < len(job.devices):
-                why = f"{count} processes of {job.name} in a row ended before a step"
+                why = (
+                    f"{count_text(count, 'process')} of {job.name} in a row ended "
+                    "before a step"
+                )
                 self.failed.setdefault(job.devices[slot], why)
 
     # Ends.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from whalejax.meshes import Cluster, Node
+from whalejax.meshes.units import count_text
 from whalejax.processes.local_gpus import visible_gpus
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_hosts import Engine
@@ -127,8 +128,9 @@ def job_devices(
     nodes = cluster.nodes
     if hosts and len(hosts) != len(nodes):
         raise JobError(
-            f"--hosts has {len(hosts)} names, and {cluster.describe()} has "
-            f"{len(nodes)} nodes. Give one host for each node"
+            f"--hosts has {count_text(len(hosts), 'name')}, and {cluster.describe()} "
+            "has "
+            f"{count_text(len(nodes), 'node')}. Give one host for each node"
         )
     for kind in cluster.kinds:
         if kind.platform not in ("cpu", "gpu"):
@@ -159,7 +161,8 @@ def _check_one_machine(cluster: Cluster) -> None:
     if max(Counter(node.kind.platform for node in nodes).values()) > 1:
         first = nodes[0]
         raise JobError(
-            f"{cluster.describe()} has {len(nodes)} hosts, and without --hosts jobs "
+            f"{cluster.describe()} has {count_text(len(nodes), 'host')}, and without "
+            "--hosts jobs "
             "run on this one alone. Give --hosts, one for each node, or a cluster of "
             f"one, such as {first.kind.name}:{first.count}"
         )
@@ -177,7 +180,8 @@ def _names_here(node: Node) -> list[str]:
     if len(there) < count:
         kind = node.kind.name
         raise JobError(
-            f"--cluster has {count} {kind}, and this host shows {len(there)} GPUs "
+            f"--cluster has {count} {kind}, and this host shows "
+            f"{count_text(len(there), 'GPU')} "
             f"({', '.join(there) or 'none'}). Give {kind}:{len(there) or 'N'} on "
             "a host with GPUs, or unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
         )

@@ -18,6 +18,7 @@ from whalejax.elastic.elastic_worker import precision_asked
 from whalejax.elastic.replica_programs import MICRO_BATCHES, possible_counts
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_text
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_book import told_options
 from whalejax.scheduler.plan_table import (
@@ -85,7 +86,8 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     if told["most_batch"] and micro_batches < 2:
         groups = f" in groups of {job.group_size}" if job.group_size else ""
         raise JobError(
-            f"a batch of {batch} samples{groups} cannot be divided into 2 to "
+            f"a batch of {count_text(batch, 'sample')}{groups} cannot be divided into "
+            "2 to "
             f"{MICRO_BATCHES} micro-batches, so its step has one micro-batch. Larger "
             "batches are chosen by the gradient-noise scale, which needs two. Give "
             "another --batch, or --micro-batches"
@@ -102,7 +104,8 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
         ]
     if not options:
         raise JobError(
-            f"a step of {batch} samples has {micro_batches} micro-batches, at least "
+            f"a step of {count_text(batch, 'sample')} has "
+            f"{count_text(micro_batches, 'micro-batch')}, at least "
             f"one for each CPU, and the job fits only on more CPUs than that. Give "
             "--micro-batches as many as devices, or a larger --batch"
         )
@@ -137,7 +140,7 @@ def _refusal(
         why = f": {error}"
     return (
         f"no number of devices from {least} to {most} of {cluster.describe()} holds a "
-        f"batch of {batch} samples of {told['model']}{why}"
+        f"batch of {count_text(batch, 'sample')} of {told['model']}{why}"
     )
 
 

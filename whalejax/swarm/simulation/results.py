@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from whalejax.meshes.units import count_text
+
 
 if TYPE_CHECKING:
     from whalejax.display.swarms import SimulatedChart
@@ -78,7 +80,8 @@ class SwarmSimulation:
                 f"{steps} steps of {mean:.3g} s on average",
                 f"peers compute {self.utilization:.0%} of the time; throughput is "
                 f"{self.of_max_flow:.0%} of what the best placement allows",
-                f"{self.changes} peers came or went, {self.moves} moved to another "
+                f"{count_text(self.changes, 'peer')} came or went, {self.moves} moved "
+                "to another "
                 f"stage; for {self.empty_seconds:,.0f} s some stage had no peer",
                 f"{self.recomputed} gradients were computed again, {self.late} answers "
                 "came late",
