@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a micro-batch, by the number of micro-batches.
 
-The search for pipelines tries each number of micro-batches, except numbers with which
-these bounds exclude that any pipeline is fast enough.
+The search for pipelines skips the numbers of micro-batches with which, by these bounds,
+no pipeline is fast enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from whalejax.planner.step_options import options_off
 
 
 STAGES_SHARE = 0.82
-"""Lower bound on the time of all stages' passes over that of the full model.
+"""Lower bound on the time of all stages' passes, over the time of the full model.
 
 The full model runs on the devices of one stage, without sequence parallelism. Stages
 with their fastest layouts took 0.95 to 1.02 of its time. Sequence parallelism saved at
@@ -210,8 +210,8 @@ def least_steps(
             Default: 0.
 
     Returns:
-        Step seconds by number of micro-batches; 0 if no layout has that number. The
-        search then reports the reason.
+        Step seconds by number of micro-batches; 0 if no layout has that number. For
+        such a number, the search reports the reason.
 
     Raises:
         PlanError: A stage would have devices of several kinds.
@@ -315,7 +315,7 @@ class StageBounds:
             )
 
     def seconds(self, count: int, done: int | None = None) -> float:
-        """Returns a lower bound on the step seconds; 0 if no layout has the number.
+        """Returns a lower bound on the step seconds; 0 if no layout has ``count``.
 
         Args:
             count: Number of micro-batches of the global batch.
@@ -338,8 +338,7 @@ class StageBounds:
         return 1 / float(speed) if speed else 0.0
 
     def compute_seconds(self, count: int) -> float:
-        """Returns the least compute seconds of a step on any kind, or 0 without a
-        layout.
+        """Returns the least compute seconds of a step on any kind; 0 without a layout.
 
         Args:
             count: Number of micro-batches.
@@ -367,7 +366,7 @@ class StageBounds:
 def _least_passes(
     times: TimeColumns, cases: LayoutCases
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns least seconds of passes of all stages, and of the reduction."""
+    """Returns least seconds of all stages' passes, and of the gradient reduction."""
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction

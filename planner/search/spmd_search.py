@@ -241,7 +241,7 @@ class ProgramAnalyses:
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
-        # If there are no blocks or chunks without remat, remat is not traced.
+        # If the loss has no blocks or chunks, one trace without remat shows it.
         for policy in dict.fromkeys(((), remat)):
             graph = self.again(policy, attention, chunks)
             rings = any(op.kind == ATTENTION for op in graph.ops)
@@ -330,11 +330,11 @@ class ProgramSearches:
         return last if best is None else best.attention
 
     def gains(self, search: Search) -> bool:
-        """Returns whether a plan would be fastest if it did not lack memory.
+        """Returns whether another program may have a better plan than this search.
 
-        Only then can another program have the best plan, as its options save memory and
-        cost time. Another program may also have state that the user asked to offload
-        and this one lacks.
+        Other programs save memory and cost time. So one can be better only if the
+        fastest layout here lacks memory, or if this program lacks the values that the
+        user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
@@ -342,7 +342,7 @@ class ProgramSearches:
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Searches all remat policies for one choice of attention and chunks."""
-        # Replicas and stages are searched many times, and some of them fit.
+        # Replicas and stages are searched in many sizes, of which some fit.
         first_of_all = not (self.found or self.request.is_part)
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
@@ -527,8 +527,8 @@ themselves.
 """
 
 FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
-"""Largest number of sets of sharded dimensions to try with sequence parallelism: before
-each program's best plan is known, and in a stage or replica.
+"""Largest number of sets of sharded dimensions to try with sequence parallelism: of a
+full model before its last round, which tries all, and of a stage or replica.
 """
 
 

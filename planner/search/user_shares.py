@@ -77,13 +77,13 @@ def check_shares(
 
 @contextlib.contextmanager
 def said_of(what: str) -> Iterator[None]:
-    """Adds a prefix to errors of its body that concern only some devices.
+    """Returns a context that adds a prefix to errors of only some devices.
 
     Args:
         what: Text of the prefix.
 
     Raises:
-        PlanError: The body raised it; the message has the prefix.
+        PlanError: The body raised one; the message has the prefix.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
-    """Returns a plan for another cluster, with the note on its micro-batches if due.
+    """Returns a plan for another cluster, with ``unlike_note`` where it applies.
 
     Args:
         before: Original plan.

@@ -369,8 +369,8 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
     """Returns the roles that occur twice in an operation, as attention's sequence.
 
-    Roles of weights that products read are excluded. If two such roles occur in one
-    operation, as the sequences of an encoder and a decoder, the longer one is returned.
+    Roles of weights that products read are excluded. If two sequences occur in one
+    operation, as those of an encoder and a decoder, only the longer one is returned.
     """
     batch = {r.index for r in dims.batch}
     meeting = meeting_in_values(graph, dims, rows.weight)
@@ -406,9 +406,9 @@ def _independent(
     weight: Mapping[int, int],
     pins: Sequence[AxisConstraint],
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns maximal sets of roles that never occur together, and every role alone.
+    """Returns sets of roles that never occur together: maximal ones, and single roles.
 
-    Every set includes the dimensions that the user names, except for another axis.
+    Every set includes the dimensions that the user names for ``tensor`` or any axis.
     """
     asked = {p.role for p in pins if p.axis in (None, "tensor")}
     elsewhere = {p.role for p in pins if p.axis == "expert"}
