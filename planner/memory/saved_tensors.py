@@ -5,8 +5,8 @@ region saves only its inputs, and one region is recomputed at a time. Broadcasts
 casts do not count, as the compiler repeats them in each reader.
 
 If a device has few samples, TPU compilers move a part of an extent into the batch of a
-convolution, and also write its operand and result in that form. The layout sets the
-number of samples on a device, so ``SavedTensorGroup.least_samples`` has the number from
+convolution, and also write its operand and result in that form. Layouts differ in the
+samples on a device. So ``SavedTensorGroup.least_samples`` has the smallest number with
 which such a buffer exists.
 """
 
@@ -73,7 +73,7 @@ of each sample are written for every element.
 """
 
 LARGE_EXTENT: Final = 64
-"""Smallest extent for which this was observed."""
+"""Smallest extent of which compilers were observed to move a part."""
 
 
 class TensorEntry(NamedTuple):
@@ -235,7 +235,7 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or itself."""
+        """Returns the tensors from which fusions recompute a value, or the value."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
@@ -373,7 +373,7 @@ class FewSamples:
 
     Args:
         graph: Captured loss.
-        lanes: Number of lanes of the compiler; with 0 there are no such buffers.
+        lanes: Number of lanes of the compiler; with 1 there are no such buffers.
         is_value: Function that returns whether a tensor is computed from data.
         entry: Function from a tensor to its ``TensorEntry``.
 
@@ -416,7 +416,7 @@ class FewSamples:
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
-        """Returns the results of spatial convolutions, and the reductions of these."""
+        """Returns values computed from spatial convolutions, and their reductions."""
         spatial: set[int] = set()
         statistics: set[int] = set()
         for op in self.graph.ops:
