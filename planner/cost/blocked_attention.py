@@ -122,7 +122,7 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 def busiest_share(
     num_rows: int, num_columns: int, size: int, *, causal: bool
 ) -> tuple[int, int, float]:
-    """Returns the two block sizes, and ``Ring.share`` without the tables of a ring.
+    """Returns the block sizes of a ring and ``Ring.share``, without making its tables.
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``.
@@ -157,7 +157,7 @@ _SHORT, _LONGEST = 64, 8192
 
 
 def _block(length: int) -> int:
-    """Returns the longest block that divides a length.
+    """Returns the longest block that divides a length; the length if that is short.
 
     >>> [_block(n) for n in (4096, 12, 577)]
     [512, 12, 577]
@@ -189,7 +189,7 @@ _busiest = functools.cache(busiest_share)
 
 
 def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-    """Returns ``busiest_share`` on devices with ``rows`` rows each, in turn."""
+    """Returns ``busiest_share`` for each number of rows and of columns on a device."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
     block_shapes = [

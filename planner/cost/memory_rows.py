@@ -36,12 +36,14 @@ class RowBlock:
     Attributes:
         home: TaskGraph of the operations.
         present: Logical dimensions of the operations.
-        divisors: (Logical dimensions, whether the batch is among them) of the tensors.
+        divisors: (Logical dimensions of tensors, whether the batch is among them)
+            pairs.
         forward, backward: Unsharded bytes that each operation moves in one pass, by
             divisor; [operations, divisors].
         transcendentals: Number of exp, tanh and the like in a forward pass, by divisor.
         ahead, behind: Number of forward passes and of backward passes, by operation.
-        ahead_share: Fraction of the passes that belongs to the forward pass.
+        ahead_share: Fraction of the time that is spent in the forward pass, by
+            operation.
     """
 
     home: int
@@ -69,7 +71,7 @@ class RowBlock:
             rows: Operations without products, of one TaskGraph, with equal roles.
             compiler: Model of the compiler that fuses them.
             batch_roles: Logical dimensions of the batch.
-            summed: Whether to sum the bytes of operations with as many passes.
+            summed: Whether to sum the bytes of operations with equal numbers of passes.
         """
         divisors: dict[tuple[frozenset[int], bool], int] = {}
         entries: list[tuple[int, int, int, float]] = []
@@ -121,7 +123,7 @@ class RowBlock:
                 row /= parts
 
         def total(table: np.ndarray) -> Any:
-            # For few operations, the threads of a matrix product cost more than it.
+            # With few operations, the threads of ``@`` take longer than the product.
             return np.einsum("rd,dn->rn", table, inverse) if table.any() else 0.0
 
         ahead = kind.elementwise_seconds(
@@ -135,12 +137,13 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRows:
-    """Operations of a program without matrix products.
+    """Operations of a program, divided by the limit of their time.
 
     Attributes:
         products: Operations with matrix products.
-        communicating: Operations with collectives of their own in some layouts.
-        blocks: The other operations, in blocks with the same logical dimensions.
+        communicating: Operations of any kind that have collectives in some layouts.
+        blocks: Operations without matrix products, in blocks with the same logical
+            dimensions.
         launches: Number of kernels of all operations in ``blocks``.
     """
 
