@@ -32,8 +32,8 @@ padded to a multiple of this number.
 """
 
 DOT_NUMBERS: Final = 8
-"""Numbers that a device sends for a pair of tensors: two exponents, and a dot product
-and two squared norms as sums of two floats.
+"""Numbers that a device sends for a pair of tensors. Two are exponents. The other six
+are a dot product and two squared norms, each as a sum of two floats.
 """
 
 DATA: Final = "data"

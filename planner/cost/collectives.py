@@ -85,7 +85,7 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
     """Returns the seconds of one collective inside one level.
 
     On a ring of n devices, an all-gather, reduce-scatter or all-to-all moves (n-1)/n of
-    the payload, and an all-reduce twice as much (Thakur et al., 2005, sections 3-4).
+    the payload. An all-reduce moves twice as much (Thakur et al., 2005, sections 3-4).
     The time is multiplied by the measured factor of the level. Threads with a common
     memory form no ring; see ``Level``.
     """
@@ -178,8 +178,7 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Smallest number of chips along each axis of a torus on which some collectives run as
-all-reduces.
+"""Smallest number of chips on each torus axis for collectives to run as all-reduces.
 
 The first value is for gathers on three axes and for reduce-scatters on a square. The
 second is for small gathers on two axes.

@@ -1,11 +1,11 @@
 """Time of operations that are limited by memory, for all cases at once.
 
 Most operations of a program have no matrix product. Their time follows from the bytes
-that they read and write. A tensor's bytes on a device are its size, divided by the
-shards of its logical dimensions and, with the batch, by the number of micro-batches. So
-for operations with the same logical dimensions, one small matrix product gives the
-bytes in all cases: [operations, divisors] times [divisors, cases]. On devices whose
-time is proportional to bytes, the operations are summed beforehand.
+that they read and write. On a device, a tensor's size is divided by the shards of its
+logical dimensions. If it has the batch, it is also divided by the number of
+micro-batches. So for operations with the same logical dimensions, one small matrix
+product gives the bytes in all cases: [operations, divisors] times [divisors, cases]. On
+devices whose time is proportional to bytes, the operations are summed beforehand.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ class RowBlock:
     Attributes:
         home: TaskGraph of the operations.
         present: Logical dimensions of the operations.
-        divisors: (Logical dimensions of tensors, whether the batch is among them)
-            pairs.
+        divisors: (Logical dimensions, whether with the batch) of the tensors.
         forward, backward: Unsharded bytes that each operation moves in one pass, by
             divisor; [operations, divisors].
         transcendentals: Number of exp, tanh and the like in a forward pass, by divisor.
         ahead, behind: Number of forward passes and of backward passes, by operation.
-        ahead_share: Fraction of the time that is spent in the forward pass, by
-            operation.
+        ahead_share: Fraction of each operation's time in the forward pass.
     """
 
     home: int
@@ -123,7 +121,7 @@ class RowBlock:
                 row /= parts
 
         def total(table: np.ndarray) -> Any:
-            # With few operations, the threads of ``@`` take longer than the product.
+            # For few operations, starting the threads of ``@`` takes longer.
             return np.einsum("rd,dn->rn", table, inverse) if table.any() else 0.0
 
         ahead = kind.elementwise_seconds(
@@ -137,13 +135,12 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRows:
-    """Operations of a program, divided by the limit of their time.
+    """Operations of a program, divided by how their time is computed.
 
     Attributes:
         products: Operations with matrix products.
         communicating: Operations of any kind that have collectives in some layouts.
-        blocks: Operations without matrix products, in blocks with the same logical
-            dimensions.
+        blocks: Operations without products, in blocks with equal logical dimensions.
         launches: Number of kernels of all operations in ``blocks``.
     """
 

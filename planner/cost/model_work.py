@@ -3,9 +3,9 @@
 These are the usual figures for a model. They follow from the captured loss alone, so
 all plans of a model have the same.
 
-The FLOPs of a step are those of the "model FLOPs utilization" of Chowdhery et al.,
-"PaLM" (2022, appendix B): matrix products of one forward and one backward pass,
-including scores of masked positions, without recomputation.
+The FLOPs of a step are defined as for "model FLOPs utilization" (Chowdhery et al.,
+"PaLM", 2022, appendix B). They are the matrix products of one forward and one backward
+pass. Scores of masked positions count, recomputation does not.
 
 Experts are stacks of matrices, which products read as a batch, by group, or one after
 the other in a loop. A token uses the experts that its router chooses. Some models
@@ -417,7 +417,6 @@ class _Lookup:
 
 
 def _lookups(graph: Graph) -> dict[int, _Lookup]:
-    """Returns the table reads of each batch leaf that indexes a table."""
     weight = graph.weight_tensors()
     leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
     lookups: dict[int, _Lookup] = {}

@@ -265,7 +265,7 @@ def memory_traffic(
 
 
 SlotCounts = Sequence[tuple[Slot, float]]
-"""Tensor slots of an operation, each with a number."""
+"""Tensor slots of an operation, each with its number of transfers."""
 
 
 def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, SlotCounts]:

@@ -96,11 +96,14 @@ The compiler gathers along the first dimension and transposes the result in memo
 first number is for arrays that are gathered along the last dimension. The second is for
 arrays whose last dimension an update shards and gathers.
 
-Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
-to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
-two in each dimension, 1.7 and 4.3 times). Updates by SGD and Adam took longer by 0.8 to
-2.5 times. Parameters of a ResNet-50 (102 MB) took 270 ms along the third dimensions and
-959 ms along the last, where both were possible.
+Measured times were compared with those along other dimensions, for seven shapes of 0.3
+to 9 MB. The added time is in multiples of the calibrated time of the transpose:
+
+- gathers: 0.6 to 0.8; two shapes with powers of two in each dimension: 1.7 and 4.3
+- updates by SGD and Adam: 0.8 to 2.5
+
+Parameters of a ResNet-50 (102 MB) took 270 ms along the third dimensions and 959 ms
+along the last, where both were possible.
 """
 
 
@@ -285,7 +288,7 @@ def reduced_gradients(
         odd, kept: Results of ``whole_shares``.
 
     Yields:
-        Collectives; at least one of zero bytes.
+        At least one collective, which may have zero bytes.
     """
     sharding = {"fsdp", "data"} if over_data else {"fsdp"}
     scattered = tuple(a for a in axes if a in sharding)

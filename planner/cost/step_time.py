@@ -406,7 +406,7 @@ class _MicroBatchCosts:
 def _with_storage(
     inside: _MicroBatchCosts, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Adds the costs of storage and update; ``inverse`` is from ``_costs_inside``."""
+    """Returns the times with storage and update; ``inverse`` has each case's index."""
     model, everyone = inside.model, np.arange(len(cases))
     if not len(cases):
         return TimeColumns.none()

@@ -1,8 +1,8 @@
 """Live sets: the tensors and parameters in memory in each span of a step.
 
 They are computed once for a program, and ``peak`` computes their bytes under a layout.
-Searches may divide the same operations into different TaskGraphs. So
-``AnalysedProgram`` computes results that depend on the operations alone once.
+Searches may divide the same operations into different TaskGraphs. ``AnalysedProgram``
+shares the results that depend on the operations alone.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Counts = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLiveSets:
-    """Live tensors of each span; spans of the forward pass come before backward ones.
+    """Live tensors of each span of the forward pass, then of the backward pass.
 
     Attributes:
         kinds: Distinct kinds of tensors.
         saved: Number of saved tensors of each kind, by span.
-        postponed: Number of tensors of each kind, by span, that live longer if products
-            of weights' gradients are postponed to the end of the backward pass.
+        postponed: Number of tensors of each kind, by span, that live longer if the
+            compiler postpones products of weights' gradients.
         working: Temporaries by kind before the span computes its own gradients. One row
             at a time is live.
         making: Temporaries by kind while the span computes its own gradients.
@@ -229,7 +229,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """Returns ``SavedTensorGroup.last``; dimensions of windows are not joined."""
+    """Returns ``SavedTensorGroup.last``. Dimensions of windows are not joined."""
     result, last = 1, layout[-1] if layout else ()
     while last and result < len(layout):
         before = layout[-result - 1]
@@ -271,7 +271,6 @@ class _Kinds:
         return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """Returns ``full`` of each distinct row."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])
 

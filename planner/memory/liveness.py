@@ -1,6 +1,6 @@
 """Residuals of the forward pass and temporaries of the backward pass, by span.
 
-A step is divided into spans of consecutive operations; each loop is one span. Residuals
+A step is divided into spans of consecutive operations. Each loop is one span. Residuals
 are the values that fusions cannot recompute. Loops save exactly the residuals of their
 differentiation, as compilers do not optimise across iterations.
 
@@ -50,8 +50,8 @@ _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 """Elementwise operations that are too costly for fusions to recompute."""
 
 _WORKING = 2.0
-"""Temporaries of a product's backward pass, in multiples of an operand or result: its
-gradients before and after the operations up to the next product.
+"""Temporaries of a product's backward pass, as a multiple of an operand or result. They
+are its gradients before and after the operations up to the next product.
 """
 
 
@@ -347,7 +347,7 @@ class Timeline:
         return self._sources[tensor, region]
 
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Returns the operands from which fusions recompute a value; maybe none."""
+        """Returns the operands from which fusions recompute a value, if they do."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if (
             op is None
@@ -535,8 +535,8 @@ class Timeline:
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
         """Returns the partial gradients that are live in a span's backward pass.
 
-        A value with readers before and after the span, such as a skip connection, has a
-        partial gradient from its last reader's pass until its other readers' passes.
+        A value that is made before the span and read after it, such as a skip
+        connection, has one since the backward pass of its last reader.
         """
         gradients: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
@@ -746,10 +746,10 @@ class Timeline:
     def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
         """Yields the temporaries of blocked attention's backward pass.
 
-        Each has a factor on its bytes. They are float32 sums of the gradients of
-        queries, keys and values, and the gradient of the output. In a loop, residuals
-        are also sliced out of their stacks, or recomputed. Compilers postpone gradients
-        of weights, as nothing else in the loop needs them.
+        They are float32 sums of the gradients of queries, keys and values, and the
+        gradient of the output, each with a factor on the tensor's bytes. In a loop,
+        residuals are also sliced out of their stacks, or recomputed. Compilers postpone
+        gradients of weights, as nothing else in the loop needs them.
         """
         op = self.graph.ops[at]
         given = op.operands[:3]
@@ -765,8 +765,8 @@ class Timeline:
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
         """Returns the tensors that postponed products of weights' gradients read.
 
-        Such products come after operation ``at``, and other products of the loop read
-        their results. They read their operands and the gradients of their results.
+        Such products read their operands and the gradients of their results. They come
+        after operation ``at``, and other products of the loop read their results.
         """
         ops, result = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):

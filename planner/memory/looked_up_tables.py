@@ -105,7 +105,7 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """Returns a table's temporaries in an update: until all are updated, and its own.
+    """Returns a table's temporaries until all tables are updated, and in its update.
 
     The update has the form of the summed rows, and is copied back to the stored table
     and state. Separate tables are updated one by one, and all results are live until

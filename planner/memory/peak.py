@@ -1,12 +1,12 @@
 """Peak memory of a step, over the forward and the backward pass.
 
-While the backward pass is in a span (see ``liveness``), memory holds the residuals of
-this and all earlier spans, the gradients of all later spans, and the temporaries of
-this span. The peak is the largest of these sums. Each span has two moments: before its
-own gradients are computed, and while they are computed.
+While the backward pass is in a span (see ``liveness``), memory holds the temporaries of
+this span. It also holds the residuals of this and earlier spans, and the gradients of
+later spans. The peak is the largest sum. Each span has two moments: before its own
+gradients are computed, and while they are computed.
 
 Live sets do not depend on the layout, so the bytes of many layouts are products of the
-same matrices. All arrays have one column per case; a single plan is one column.
+same matrices. All arrays have one column per case.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _fuller_moment(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns gradients and temporaries at the fuller of each span's two moments.
 
-    Before a span computes its gradients, only a loop's own gradients are in memory.
+    Before a span computes its own gradients, they are in memory only if it is a loop.
     """
     waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting

@@ -56,7 +56,7 @@ class StepLayout:
         in_flight: Number of micro-batches whose activations are saved at a time.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether the compiler postpones products of weights' gradients.
-        stage: Share of the program that one device stores.
+        stage: Part of the program on one device; default: all of it.
     """
 
     tables: Mapping[int, Table]
@@ -354,7 +354,7 @@ class Evaluator:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
             count: Number of micro-batches, or an array of such numbers.
         """
-        # The graph was traced with one micro-batch. The search varies their number.
+        # The graph has one traced micro-batch, which the search may divide further.
         return CostSetting(
             mesh,
             count // self.graph.num_micro_batches,
@@ -526,8 +526,8 @@ class Evaluator:
             cases: Layouts with their ZeRO stages and numbers of micro-batches.
             offload: Names of the offloaded memory terms.
             times: Time terms of the cases.
-            memory: Memory terms of the cases; without them, transfers of activations do
-                not count.
+            memory: Memory terms of the cases; default: None, which leaves transfers of
+                activations out.
         """
         offload_seconds = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts) if offload else ():

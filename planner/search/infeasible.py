@@ -70,7 +70,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
         whys = set(search.refused)
-        if "context" not in (search.request.mesh or {}):  # The planner tried it itself.
+        if "context" not in (search.request.mesh or {}):  # Only the planner tried it.
             whys = whys - {SEQUENCE_DOES_NOT_DIVIDE} or whys
         for why in sorted(whys):
             problems.add(_reason(search, why))
@@ -110,7 +110,7 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns a sentence on rows sorted by expert; empty without such rows."""
+    """Returns a sentence on rows sorted by expert, or an empty text without them."""
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (

@@ -7,8 +7,7 @@ that each model axis may shard in each TaskGraph, and the shardings of stored st
 predicts only the time of layouts that are clearly slower than the best.
 
 Predictions are not precise to half a percent. So among the plans within half a percent
-of the fastest, the search chooses the one with least memory, and among equals the one
-with least communication.
+of the fastest, the search chooses by least memory, then by least communication.
 
 The module is long because ``Search`` is one class: enumeration and evaluation share the
 request and the results of other searches.
@@ -110,8 +109,8 @@ ROUNDED = 2**10
 """Largest rounding error of memory sums, in bytes."""
 
 FIRST_BLOCK, BLOCK = 32, 256
-"""Number of layouts in a block, whose memory is computed together: in the first block
-while the step time has no bound, and in the others.
+"""Number of layouts in a block, whose memory is computed together. The first number is
+for the first block while the step time has no bound, the second for other blocks.
 """
 
 MOST_PAIRS = 4096
@@ -434,7 +433,8 @@ class Search:
         """Evaluates every mesh whose devices shard the space of samples.
 
         Meshes without model axes come first, as their times bound the others. With very
-        many meshes, meshes with larger model axes than a plan that fits are skipped.
+        many meshes, meshes with larger model axes than those of a fitting plan are
+        skipped.
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
@@ -453,7 +453,7 @@ class Search:
 
     @property
     def has_one_sample(self) -> bool:
-        """Whether a micro-batch has one sample in some layout."""
+        """Whether even the largest micro-batch has one sample."""
         graph = self.graph
         count = self.request.num_micro_batches or graph.num_micro_batches
         return graph.batch_size * graph.num_micro_batches == count
@@ -470,10 +470,10 @@ class Search:
     def _wants_space(self) -> bool:
         """Returns whether sharding the space of samples may pay off.
 
-        It may if samples do not divide by the devices, memory is short, or weights have
-        a spatial dimension, as in a dense layer after convolutions. In other cases
-        sharding a sample only adds communication. The user must have left spatial axes
-        open.
+        It may if samples do not divide by the devices, if memory is short, or if
+        weights have a spatial dimension, as in a dense layer after convolutions.
+        Otherwise sharding a sample only adds communication. If the user fixed spatial
+        axes, nothing else is tried.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -784,7 +784,7 @@ class Search:
         return bool(waiting)
 
     def fits_without_state(self, times: float) -> bool:
-        """Returns whether a layout without optimizer state fits in scaled memory.
+        """Returns whether a layout fits in scaled memory without its optimizer state.
 
         Activations are offloaded if that helps. Offload of the optimizer state is not
         evaluated, as that is slow for many parameters.
@@ -851,7 +851,7 @@ class Search:
         }
 
     def use_host_memory(self, best: float) -> None:
-        """Evaluates layouts that lack memory with more offload.
+        """Evaluates layouts that lack memory again, with more offload.
 
         Some of them also need more than the fewest micro-batches.
 
@@ -1223,8 +1223,8 @@ class Search:
     ) -> TimeColumns:
         """Returns the times of layouts, each with its number of micro-batches.
 
-        For few layouts, all numbers are evaluated at once. That is hardly slower than
-        one number, and later calls need the others.
+        For few layouts, all numbers of micro-batches are evaluated at once, as later
+        calls need them. That is hardly slower.
         """
         if (layouts.cases.count[rows] == cases.count).all():
             return times.take(rows)
@@ -1385,7 +1385,7 @@ def _ends(row: Row, window: Window) -> tuple[int, int]:
 
 
 def ranked(scored: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Returns plans by time; memory, then communication breaks ties."""
+    """Returns plans by time; ties are broken by memory, then by communication."""
     return best_first(
         scored,
         seconds=lambda s: s.time.step_seconds,

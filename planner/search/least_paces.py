@@ -60,9 +60,9 @@ def least_stage_steps(
     """Returns lower bounds on the step seconds, by number of stages of equal devices.
 
     A bound is the time of the full model on the devices of one stage, divided by the
-    number of stages. Only layouts count in which an equal part of the parameters and
-    state fits. Stages that divide a scan recompute at least everything but products.
-    Each micro-batch passes through the stages in turn.
+    number of stages. Layouts count only if a device's parameters and state, divided by
+    the number of stages, fit. Stages that divide a scan recompute at least everything
+    but products. Each micro-batch passes through the stages in turn.
 
     Args:
         graph: Captured loss.
@@ -74,8 +74,8 @@ def least_stage_steps(
         most_seconds: Step seconds above which bounds are not needed; default: infinite.
 
     Returns:
-        Seconds by number of stages. Numbers without a layout are left out; numbers
-        above ``most_seconds`` may be left out.
+        Seconds by number of stages. Numbers of stages without a layout are left out.
+        Those with seconds above ``most_seconds`` may be left out.
     """
     devices = request.num_devices
     samples = graph.batch_size * graph.num_micro_batches
@@ -152,8 +152,8 @@ def least_paces(
 
     Returns:
         (Seconds of a micro-batch, seconds of its forward pass), by number of
-        micro-batches. Both are 0 if no layout has that number; the search then reports
-        the reason.
+        micro-batches. Both are 0 if no layout has that number. The search for pipelines
+        reports the reason.
     """
     paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
@@ -206,8 +206,8 @@ def least_steps(
         counts: Numbers of micro-batches.
         known: Programs of the loss that were analysed before.
         largest_part: Fraction of the products in the largest part of the model that no
-            cut point divides; one stage takes this fraction of all compute seconds.
-            Default: 0.
+            cut point divides; default: 0. One stage takes this fraction of all compute
+            seconds.
 
     Returns:
         Step seconds by number of micro-batches; 0 if no layout has that number. For

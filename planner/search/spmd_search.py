@@ -1,7 +1,7 @@
 """Searches for the best layout of one program, from a captured loss and a cluster.
 
-It checks that the plan can obey the marks, and searches. ``spmd_plan`` then makes the
-plan.
+The module checks that a plan can obey the marks, and searches. ``spmd_plan`` then makes
+the plan.
 
 The module is long because ``ProgramSearches`` tries the programs of a loss in an order
 in which each search bounds the next ones.
@@ -192,9 +192,9 @@ def searches(
     """Returns the finished searches of the programs that may have the best plan.
 
     For each kind of attention and number of chunks, the least remat comes first. Remat
-    costs time and saves memory. So more remat cannot help if every layout fits with the
-    fewest micro-batches, or if a layout that fits is faster than all layouts that do
-    not.
+    costs time and saves memory. So more remat cannot help in two cases: every layout
+    fits with the fewest micro-batches, or a layout that fits is faster than all layouts
+    that do not fit.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -332,8 +332,8 @@ class ProgramSearches:
     def gains(self, search: Search) -> bool:
         """Returns whether another program may have a better plan than this search.
 
-        Other programs save memory and cost time. So one can be better only if the
-        fastest layout here lacks memory, or if this program lacks the values that the
+        Other programs save memory and cost time. So they can be better only if a fast
+        layout of this program lacks memory, or if this program has no values that the
         user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
@@ -527,8 +527,9 @@ themselves.
 """
 
 FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
-"""Largest number of sets of sharded dimensions to try with sequence parallelism: of a
-full model before its last round, which tries all, and of a stage or replica.
+"""Largest number of sets of sharded dimensions to try with sequence parallelism. The
+first number is for full models, whose last round tries all sets. The second is for
+stages and replicas.
 """
 
 

@@ -65,7 +65,7 @@ class SegmentOperations:
         units: Program as a list of units.
         analysed: Graph of the program, with its logical dimensions.
         borders: Cut points in order, one before each segment but the first. Each has
-            the name of the first parameter that its segment reads and none before it.
+            the name of the first parameter that its segment reads and no earlier one.
         at: Unit at which each segment but the first starts.
     """
 
@@ -241,7 +241,7 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Returns each segment's static bytes; its first reader owns a parameter."""
+        """Returns each segment's static bytes. Parameters are in their first reader."""
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
         units = self.folded.units

@@ -364,9 +364,7 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
         held, remedy = most, "Take a smaller batch, more micro-batches, more devices, "
         if most >= count:  # other shares fit
             held = sum(map(min, nearest.shares, nearest.most))
-            remedy = (
-                "Leave shares= out, so that they follow memory, take more devices, "
-            )
+            remedy = "Leave shares= out to follow memory, take more devices, "
         text = (
             f"memory holds {held} of {count} micro-batches ({nearest.layout}): with "
             f"{share} of them, and buffers to exchange gradients, {device.name} needs "

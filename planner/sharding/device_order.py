@@ -179,9 +179,9 @@ _LEAST_GAIN = 1e-3
 def ordered(plan: P) -> P:
     """Returns the plan with its devices placed by traffic, or unchanged.
 
-    Plans with a program per stage, unequal shares or several device kinds keep the
-    cluster's order, as the work of a rank depends on its device. Plans that leave
-    devices idle or have more than ``MOST_DEVICES`` keep it too.
+    The cluster's order stays if the work of a rank depends on its device: with a
+    program per stage, unequal shares or several device kinds. It also stays if the plan
+    leaves devices idle or has more than ``MOST_DEVICES``.
 
     Args:
         plan: Plan on a cluster with or without links.

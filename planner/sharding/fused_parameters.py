@@ -121,9 +121,9 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
 def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     """Finds reshapes of values that make a dimension the minor part of another.
 
-    A reshape of ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads,
-    and one of ``[time, batch, ...]`` to ``[time · batch, ...]`` the batch. Readers
-    cannot be sharded along a hidden dimension.
+    A reshape of ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads. A
+    reshape of ``[time, batch, ...]`` to ``[time · batch, ...]`` hides the batch.
+    Readers cannot be sharded along a hidden dimension.
 
     Args:
         graph: Captured loss.
@@ -177,7 +177,6 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """Returns each value's shardable roles that are only minor parts."""
     return [
         frozenset()
         if weight[t]

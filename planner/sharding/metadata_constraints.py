@@ -36,8 +36,8 @@ class _Places:
     Attributes:
         needed: Number of devices of one replica.
         has_stages: Whether stages are marked.
-        widths: Number of devices by stage. The empty key is for TaskGraphs outside
-            stages, with the devices of the replica, or of one stage without marks.
+        widths: Number of devices by stage. The empty key has the number of TaskGraphs
+            outside stages: that of the replica, or of one stage if none is marked.
     """
 
     needed: int

@@ -51,7 +51,7 @@ class OptimizerBytes:
         by_path: Bytes of state per parameter, by its path.
         other_bytes: Bytes of all other state.
         operations: Number of roots, quotients and the like per element in an update.
-            They take longer than the memory access on CPUs.
+            On CPUs, they take longer than the memory access.
     """
 
     by_path: Mapping[str, int]
@@ -102,7 +102,7 @@ class LeafGroup:
         chunked: Whether the gradient is summed over chunks of tokens, in the stored
             dtype.
         optimizer_bytes: Bytes of optimizer state of one parameter.
-        operations: Attribute ``OptimizerBytes.operations`` of one parameter.
+        operations: Number of roots, quotients and the like in one parameter's update.
     """
 
     shape: tuple[int, ...]
@@ -147,7 +147,7 @@ class LeafGroup:
         Args:
             compiler: Compiler of the program.
             selected: Whether looked-up rows are sharded, or an array over meshes;
-                default: False. They move in the stored dtype.
+                default: False. Such rows move in the stored dtype.
         """
         if not self.multiplied or not compiler.narrow_products:
             return self.nbytes / 1

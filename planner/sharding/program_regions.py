@@ -77,14 +77,14 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
 
 
 def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
-    """Returns the bytes of parameters in the widest dtype in which they are read.
+    """Returns parameters' bytes in the widest dtype as read, over their stored bytes.
 
     Args:
         graph: Captured loss.
         weight: Whether each tensor depends on parameters alone.
 
     Returns:
-        Bytes divided by the stored bytes, by tensor id; above 1 for quantised weights.
+        Ratio by tensor id; above 1 for quantised weights.
     """
     widest: dict[int, float] = {}
     for op in reversed(graph.ops):
@@ -183,8 +183,8 @@ def check_rings(
 def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
     """Returns the positions of the attention that runs in blocks.
 
-    Attention runs in blocks if that is chosen for its TaskGraph, its queries and keys
-    belong to one sequence, and no operand depends on parameters alone.
+    Attention runs in blocks if ``kinds`` chooses that for its TaskGraph. Its queries
+    and keys must belong to one sequence, and no operand may depend on parameters alone.
 
     Args:
         graph: Captured loss with each attention as one operation.

@@ -133,7 +133,7 @@ class SequenceSplits:
 
 
 def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
-    """Returns (operation on weights alone, first reader), the last first."""
+    """Returns (operation on weights alone, first reader) pairs, the last one first."""
     weight = graph.weight_tensors()
     reader: dict[int, int] = {}
     weight_only_ops = []

@@ -208,7 +208,7 @@ class _ShardCountsBuilder:
         return ShardCounts(tuple(self.per_dim), self.axes)
 
     def take(self, axis: str, dim: int, length: int, size: Any, may: Any) -> Any:
-        """Shards a dimension over an axis where possible; returns where."""
+        """Shards a dimension over an axis where possible, and returns where it did."""
         more = self.per_dim[dim] * size
         hit = may & (length % more == 0)
         if hit.any():

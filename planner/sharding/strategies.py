@@ -43,7 +43,7 @@ MOST_SETS = 32
 
 MOST_TRIED = 4096
 """Largest number of independent sets to try for a TaskGraph. Models with very many
-different layers have more; the greedy set by bytes of weights is always tried.
+different layers have more sets. The greedy set by bytes of weights is always tried.
 """
 
 
@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def obliged(self) -> bool:
-        """Whether it is a ``split`` with some dimension that can be sharded."""
+        """Whether the strategy is ``split`` and some dimension can be sharded."""
         return self.strategy == "split" and bool(self.sets or self.experts)
 
     def pinned_to(self, axis: str) -> frozenset[int]:
