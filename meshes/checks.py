@@ -1,4 +1,4 @@
-"""Checks of arguments of public functions, and of fields of dataclasses.
+"""Checks arguments of public functions, and fields of dataclasses.
 
 Wrong arguments are refused at the call, before they cause errors inside Python or JAX.
 Messages show values shortened and escaped, and a failing ``repr`` does no harm.
@@ -62,7 +62,7 @@ def short_repr(value: object) -> str:
 
 
 def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
-    """Whether a value is an integer within limits, and no bool.
+    """Whether a value is an integer within limits, but not a bool.
 
     >>> is_whole(3, 1), is_whole(True), is_whole(10**30)
     (True, False, False)
@@ -73,7 +73,7 @@ def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite real number, and no bool.
+    """Whether a value is a finite real number, but not a bool.
 
     >>> is_number(1.5), is_number(float("nan")), is_number("1")
     (True, False, False)
@@ -85,7 +85,7 @@ def is_number(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array or an abstract array, and no class or module.
+    """Whether a value is an array or an abstract array, but not a class or module.
 
     >>> is_array(np.zeros(3)), is_array(np), is_array(np.ndarray), is_array(3.0)
     (True, False, False, False)
@@ -97,9 +97,9 @@ def is_array(value: object) -> bool:
 def plain(value: Any) -> Any:
     """Returns a value with Python numbers in place of NumPy numbers.
 
-    JSON and the types of options accept only Python's. Dictionaries, lists and tuples
-    are converted recursively, one-dimensional arrays of integers become lists; other
-    values are returned unchanged.
+    JSON and the types of options accept only Python numbers. Dictionaries, lists and
+    tuples are converted recursively. One-dimensional arrays of integers become lists.
+    Other values are returned unchanged.
 
     Args:
         value: Value of an option or a field, before or after its checks.
@@ -120,15 +120,15 @@ def plain(value: Any) -> Any:
 
 
 def is_printable(value: object) -> bool:
-    """Whether it is a text, not empty, that a terminal shows unchanged."""
+    """Whether a value is a non-empty text that a terminal shows unchanged."""
     return isinstance(value, str) and is_shown_as_written(value) and bool(value.strip())
 
 
 class Arguments(Problems):
     """Collects the problems of one call's arguments.
 
-    Every check takes the name and the value of an argument, returns whether the value
-    is valid, and records it if not. ``none=True`` allows None.
+    Every check takes the name and the value of an argument, and returns whether the
+    value is valid. It records wrong values. ``none=True`` allows None.
 
     Args:
         title: Called function, such as ``"wh.plan"``.
@@ -196,7 +196,7 @@ class Arguments(Problems):
     def words(
         self, name: str, value: object, what: str = "a text", *, none: bool = False
     ) -> bool:
-        """Checks for a text, not empty, without control characters."""
+        """Checks for a non-empty text without control characters."""
         if is_printable(value) or (none and value is None):
             return True
         hint = ""
@@ -255,9 +255,9 @@ def check_fields(
 ) -> None:
     """Refuses a dataclass with fields of other types than declared.
 
-    NumPy numbers are accepted and converted to Python's. Tuples are checked with their
-    items (numbers by their types alone), other containers without them, so that large
-    ones cost little.
+    NumPy numbers are accepted and converted to Python numbers. Items of tuples are
+    checked too, numbers only by their types. Items of other containers are not checked,
+    as these may be large.
 
     Args:
         instance: Instance of a dataclass with annotations that can be resolved.
@@ -265,7 +265,7 @@ def check_fields(
         kind: Exception to raise.
 
     Raises:
-        WhaleError: Or ``kind``; lists every wrong field.
+        WhaleError: Some fields are wrong. The error has type ``kind`` and lists all.
     """
     problems = Arguments(title, kind)
     known: Any = type(instance)
@@ -279,10 +279,9 @@ def check_fields(
 
 
 def _holds_numpy(value: Any) -> bool:
-    """Whether it is a NumPy number, or a tuple with one in it."""
     if not isinstance(value, tuple):
         return isinstance(value, np.generic)
-    kinds = set(map(type, value))  # only by their types: there may be a million
+    kinds = set(map(type, value))  # a million items may have one type
     return any(issubclass(kind, np.generic) for kind in kinds) or (
         tuple in kinds and any(map(_holds_numpy, value))
     )
@@ -315,7 +314,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
-    if origin is Literal:  # the class itself checks the value
+    if origin is Literal:  # the dataclass itself checks the value
         return any(type(value) is type(argument) for argument in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and _all_fit(value, arguments)
@@ -327,7 +326,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         inner = arguments[0]
-        if inner in (int, float):  # only by their types: there may be a million
+        if inner in (int, float):  # a million items may have one type
             allowed = _WHOLE if inner is int else _REAL
             kinds = set(map(type, value))
             return all(issubclass(k, allowed) and k is not bool for k in kinds)

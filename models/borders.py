@@ -1,9 +1,9 @@
 """Layers that narrow the activations between two pipeline stages.
 
-They send ``width / factor`` values per token instead of ``width``, which saves time on
-slow links (SWARM, section 3.3). They are trained with the model. Users add them between
-two blocks where a stage ends: ``compress`` belongs to this stage, and ``expand`` to the
-next one.
+They reduce the values sent per token from ``width`` to ``width / factor``, which saves
+time on slow links (SWARM, section 3.3). Their parameters are trained with the model.
+Users add such a layer where a stage ends: ``compress`` belongs to this stage, and
+``expand`` to the next stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.swarm.quantize import BLOCK, dequantize, quantize
 class Bottleneck(nnx.Module):
     """LayerNorm, projection to ``width / factor``, LayerNorm, and projection back.
 
-    The second projection belongs to the next stage.
+    The next stage computes the second projection.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -70,7 +70,7 @@ class Bottleneck(nnx.Module):
 class Maxout(nnx.Module):
     """LayerNorm, maximum over each ``factor`` values, LayerNorm, and a projection.
 
-    The projection belongs to the next stage, so ``compress`` costs almost nothing.
+    The next stage computes the projection, so ``compress`` costs almost nothing.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

@@ -1,7 +1,7 @@
 """The layers of an encoder and a decoder, and their configuration, in Flax Linen.
 
-As in T5, an RMS norm precedes each layer, and layers have no biases. Relative positions
-are a bias of the attention scores, which all layers of a stack share.
+As in T5, an RMS norm precedes each layer, and layers have no biases. The attention
+scores have a bias for relative positions, which all layers of a stack share.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Seq2SeqConfig:
     """Sizes and switches of an encoder and a decoder; the defaults are T5-base's.
 
     Attributes:
-        vocab: Different tokens.
-        inputs: Tokens in a sequence that the encoder reads.
-        targets: Tokens in a sequence that the decoder makes.
+        vocab: Number of different tokens.
+        inputs: Number of tokens in a sequence that the encoder reads.
+        targets: Number of tokens in a sequence that the decoder predicts.
         embed: Width of the residual stream.
-        heads: Attention heads.
+        heads: Number of attention heads.
         head_dim: Width of a head; ``heads * head_dim`` may differ from ``embed``.
         mlp: Width inside the feed-forward layers.
         layers: Number of layers of the encoder, and of the decoder.
-        buckets: Number of buckets of relative distances, even; the encoder uses one
-            half for each direction.
-        longest_distance: Distance up to which buckets grow; the last bucket of a
+        buckets: Even number of buckets of relative distances. The encoder uses half of
+            them for each direction.
+        longest_distance: Distance up to which buckets widen. The last bucket of a
             direction also has all larger distances.
         dropout_rate: Dropout rate after embeddings and final norms, of attention
             weights, inside feed-forward layers, and before each residual addition.
@@ -90,7 +90,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with unscaled scores; the query's initial weights are scaled."""
+    """Attention with unscaled scores, but scaled initial weights of the query."""
 
     config: Seq2SeqConfig
 
@@ -107,15 +107,16 @@ class Attention(nn.Module):
         """Attends from each position of one sequence to those of another.
 
         Args:
-            x: ``[batch, queries, embed]``.
-            memory: ``[batch, keys, embed]``; ``x`` itself in self-attention.
-            seen: ``bool``, broadcasts to ``[batch, heads, queries, keys]``; every query
-                sees at least one key.
-            bias: Bias of the scores, ``[1, heads, queries, keys]``.
+            x: Sequence of the queries, ``[batch, queries, embed]``.
+            memory: Sequence of the keys and values, ``[batch, keys, embed]``; ``x``
+                itself in self-attention.
+            seen: Mask of the keys that each query reads, at least one. ``bool`` that
+                broadcasts to ``[batch, heads, queries, keys]``.
+            bias: Bias of the scores, ``[1, heads, queries, keys]``, or None.
             deterministic: Whether to omit dropout.
 
         Returns:
-            ``[batch, queries, embed]``.
+            Array ``[batch, queries, embed]``.
         """
         config = self.config
         narrow = config.embed**-0.5
@@ -153,13 +154,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products with a ReLU in between."""
+    """Two dense layers with a ReLU between them."""
 
     config: Seq2SeqConfig
 
     @nn.compact
     def __call__(self, x: Array, *, deterministic: bool) -> Array:
-        """Applies the layer to ``x`` ``[batch, sequence, embed]``."""
+        """Applies the layer to ``x``, an array ``[batch, sequence, embed]``."""
         config = self.config
         hidden = nn.relu(dense(config, config.mlp, config.embed, "up")(x))
         hidden = dropped(config, hidden, deterministic)
@@ -176,7 +177,7 @@ class EncoderLayer(nn.Module):
     def __call__(
         self, x: Array, seen: Array, bias: Array, *, deterministic: bool
     ) -> Array:
-        """Applies the layer to ``x`` ``[batch, sequence, embed]``."""
+        """Applies the layer to ``x``, an array ``[batch, sequence, embed]``."""
         config = self.config
         y = norm(config, "attention_norm")(x)
         y = Attention(config, name="attention")(
@@ -205,10 +206,10 @@ class DecoderLayer(nn.Module):
         *,
         deterministic: bool,
     ) -> Array:
-        """Applies the layer to ``x`` ``[batch, targets, embed]``.
+        """Applies the layer to the decoder's residual stream.
 
         Args:
-            x: Residual stream.
+            x: Residual stream, ``[batch, targets, embed]``.
             memory: Output of the encoder, ``[batch, inputs, embed]``.
             remembered: Mask of the encoder's real tokens, ``bool[batch, 1, 1,
                 inputs]``.

@@ -16,7 +16,7 @@ def layer_options(
     """Returns the arguments that every layer of Flax NNX takes.
 
     Args:
-        dtype: Compute dtype; that of the parameters if None.
+        dtype: Compute dtype; None for the dtype of the parameters.
         param_dtype: Dtype of the parameters.
         rngs: Random keys of the parameters.
     """
@@ -33,7 +33,7 @@ def check_extent(extent: int, halvings: int, why: str) -> None:
     Args:
         extent: Extent of the volume, in voxels.
         halvings: Number of halvings.
-        why: Part that halves the volume, for the error.
+        why: Text for the error that says what halves the volume.
 
     Raises:
         WhaleError: The extent is not divisible by 2 to the power of ``halvings``.

@@ -5,7 +5,7 @@ al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section
 is applied to pairs of ranks, then to pairs of pairs, and so on.
 
 One all-to-all gives every rank a part of every parameter from all ranks. The rank
-combines these parts through all levels, which exchange only dot products. One
+combines these parts through all levels of pairs, which exchange only dot products. One
 all-gather then sends each rank's part of the result to all. So any number n of ranks
 moves 2 (n − 1) / n of the gradients' bytes, as an all-reduce does.
 
@@ -28,12 +28,12 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 COLUMN: Final = 64
 """Number of elements that are summed sequentially. A part's elements per tensor are
-padded to a multiple of it.
+padded to a multiple of this number.
 """
 
 DOT_NUMBERS: Final = 8
-"""Numbers that a device sends for a pair of tensors: two exponents, and a dot product
-and two squared norms as sums of two floats.
+"""Numbers that a device sends for a pair of tensors. Two are exponents. The other six
+are a dot product and two squared norms, each as a sum of two floats.
 """
 
 DATA: Final = "data"

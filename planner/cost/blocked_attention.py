@@ -8,10 +8,10 @@ parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices compute equally many pa
 every round (Brandon et al., "Striped Attention", 2023; Llama 3's context parallelism
 uses this order). The lowering runs these tables, and the cost model counts them.
 
-A block has two products in the forward pass and five in the backward pass: the
-recomputed scores, and the cotangents of weights, values, queries and keys (Dao et al.,
-"FlashAttention", 2022, algorithm 4). The compiler makes a kernel of each product, so a
-block's scores pass through memory between products.
+A block has two products in the forward pass and five in the backward pass (Dao et al.,
+"FlashAttention", 2022, algorithm 4). The five are the recomputed scores, and the
+cotangents of weights, values, queries and keys. The compiler makes a kernel of each
+product, so a block's scores pass through memory between products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whalejax.planner.sharding.operation_rows import Product
 
 
 BLOCK = 512
-"""Largest number of rows, and of columns, of a block; its scores are in memory."""
+"""Largest number of rows and of columns of a block. Its scores are all in memory."""
 
 Hidden = Callable[[int, int], np.ndarray]
 """Function from the numbers of row and column blocks to the blocks that a mask hides
@@ -122,7 +122,7 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 def busiest_share(
     num_rows: int, num_columns: int, size: int, *, causal: bool
 ) -> tuple[int, int, float]:
-    """Returns the two block sizes, and ``Ring.share`` without the tables of a ring.
+    """Returns the block sizes of a ring and ``Ring.share``, without making its tables.
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``.
@@ -157,7 +157,7 @@ _SHORT, _LONGEST = 64, 8192
 
 
 def _block(length: int) -> int:
-    """Returns the longest block that divides a length.
+    """Returns the longest block that divides a length, or the length if none is long.
 
     >>> [_block(n) for n in (4096, 12, 577)]
     [512, 12, 577]
@@ -189,7 +189,7 @@ _busiest = functools.cache(busiest_share)
 
 
 def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-    """Returns ``busiest_share`` on devices with ``rows`` rows each, in turn."""
+    """Returns ``busiest_share`` for each number of rows and of columns on a device."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
     block_shapes = [

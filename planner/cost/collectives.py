@@ -85,7 +85,7 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
     """Returns the seconds of one collective inside one level.
 
     On a ring of n devices, an all-gather, reduce-scatter or all-to-all moves (n-1)/n of
-    the payload, and an all-reduce twice as much (Thakur et al., 2005, sections 3-4).
+    the payload. An all-reduce moves twice as much (Thakur et al., 2005, sections 3-4).
     The time is multiplied by the measured factor of the level. Threads with a common
     memory form no ring; see ``Level``.
     """
@@ -110,8 +110,8 @@ def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
 def _permute_rates(size: Any, level: Level) -> tuple[Any, Any]:
     """Returns the seconds per byte and per transfer in one round of a ring.
 
-    A round uses one of the two links of an axis on a torus, and one of the links to all
-    peers without a switch.
+    On a torus, a round uses one of the two links of an axis. Without a switch, it uses
+    one of the links to all peers.
     """
     links = 2 if level.torus else level.detour(2)
     steps = 1 if level.shared else max(1, level.size - 1)
@@ -178,15 +178,15 @@ def _reduces_whole(
 
 
 _LONG, _LONG_FLAT = 4, 8
-"""Smallest number of chips along each axis of a torus for which an all-reduce runs.
+"""Smallest number of chips on each torus axis for collectives to run as all-reduces.
 
-The first value is for gathers on three axes and for reduce-scatters on a square, the
-second for small gathers on two axes.
+The first value is for gathers on three axes and for reduce-scatters on a square. The
+second is for small gathers on two axes.
 """
 
 _SMALL_GATHER_BYTES = 2**25
-"""Payload below which gathers over a large flat torus run as all-reduces. Gathers of 16
-MiB did, gathers of 32 MiB did not.
+"""Payload below which gathers over a large torus of two axes run as all-reduces.
+Gathers of 16 MiB did, gathers of 32 MiB did not.
 """
 
 
@@ -233,7 +233,7 @@ def spans_of(
     names: Sequence[str],
     cluster: Cluster,
 ) -> Spans:
-    """Returns ``axis_parts`` for many meshes; parts that a mesh lacks have size 1.
+    """Returns ``axis_parts`` for many meshes, with size 1 for parts that a mesh lacks.
 
     Args:
         axes: Mesh axes of the collective.

@@ -22,7 +22,7 @@ class HaloExchange:
     """Elements that every device sends to one neighbour.
 
     Attributes:
-        axis: The mesh axis.
+        axis: Mesh axis along which the neighbour is.
         phase: ``"forward"`` or ``"backward"``.
         payload_bytes: Bytes of one exchange.
         count: Number of exchanges in one execution of the operation.
@@ -36,7 +36,7 @@ class HaloExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """Strip along one dimension: its mesh axis, its width, and the part's growth."""
+    """Halo along one dimension: its widths, and the extent without it and with it."""
 
     axis: str
     own: int

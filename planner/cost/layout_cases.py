@@ -184,8 +184,7 @@ class LayoutGrid:
     def codes(
         self, layout: Layout, sizes: Layout, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
-        """Returns a code for each layout; equal codes shard a tensor over the same
-        axes.
+        """Returns codes by layout, which are equal if the same axes shard a tensor.
 
         Args:
             layout: Logical dimensions in each dimension of the tensor, major ones
@@ -253,7 +252,7 @@ class LayoutCases:
         return self.grid.mesh_at(int(self.row[index]))
 
     def take(self, rows: np.ndarray) -> LayoutCases:
-        """Returns the cases with some indices."""
+        """Returns the cases at the given indices."""
         return LayoutCases(
             grid=self.grid,
             row=self.row[rows],

@@ -1,11 +1,11 @@
 """Time of operations that are limited by memory, for all cases at once.
 
 Most operations of a program have no matrix product. Their time follows from the bytes
-that they read and write. A tensor's bytes on a device are its size, divided by the
-shards of its logical dimensions and, with the batch, by the number of micro-batches. So
-for operations with the same logical dimensions, one small matrix product gives the
-bytes in all cases: [operations, divisors] times [divisors, cases]. On devices whose
-time is proportional to bytes, the operations are summed beforehand.
+that they read and write. On a device, a tensor's size is divided by the shards of its
+logical dimensions. If it has the batch, it is also divided by the number of
+micro-batches. So for operations with the same logical dimensions, one small matrix
+product gives the bytes in all cases: [operations, divisors] times [divisors, cases]. On
+devices whose time is proportional to bytes, the operations are summed beforehand.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class RowBlock:
     Attributes:
         home: TaskGraph of the operations.
         present: Logical dimensions of the operations.
-        divisors: (Logical dimensions, whether the batch is among them) of the tensors.
+        divisors: (Logical dimensions, whether with the batch) of the tensors.
         forward, backward: Unsharded bytes that each operation moves in one pass, by
             divisor; [operations, divisors].
         transcendentals: Number of exp, tanh and the like in a forward pass, by divisor.
         ahead, behind: Number of forward passes and of backward passes, by operation.
-        ahead_share: Fraction of the passes that belongs to the forward pass.
+        ahead_share: Fraction of each operation's time in the forward pass.
     """
 
     home: int
@@ -69,7 +69,7 @@ class RowBlock:
             rows: Operations without products, of one TaskGraph, with equal roles.
             compiler: Model of the compiler that fuses them.
             batch_roles: Logical dimensions of the batch.
-            summed: Whether to sum the bytes of operations with as many passes.
+            summed: Whether to sum the bytes of operations with equal numbers of passes.
         """
         divisors: dict[tuple[frozenset[int], bool], int] = {}
         entries: list[tuple[int, int, int, float]] = []
@@ -121,7 +121,7 @@ class RowBlock:
                 row /= parts
 
         def total(table: np.ndarray) -> Any:
-            # For few operations, the threads of a matrix product cost more than it.
+            # For few operations, starting the threads of ``@`` takes longer.
             return np.einsum("rd,dn->rn", table, inverse) if table.any() else 0.0
 
         ahead = kind.elementwise_seconds(
@@ -135,12 +135,12 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRows:
-    """Operations of a program without matrix products.
+    """Operations of a program, divided by how their time is computed.
 
     Attributes:
         products: Operations with matrix products.
-        communicating: Operations with collectives of their own in some layouts.
-        blocks: The other operations, in blocks with the same logical dimensions.
+        communicating: Operations of any kind that have collectives in some layouts.
+        blocks: Operations without products, in blocks with equal logical dimensions.
         launches: Number of kernels of all operations in ``blocks``.
     """
 

@@ -3,9 +3,9 @@
 These are the usual figures for a model. They follow from the captured loss alone, so
 all plans of a model have the same.
 
-The FLOPs of a step are those of the "model FLOPs utilization" of Chowdhery et al.,
-"PaLM" (2022, appendix B): matrix products of one forward and one backward pass,
-including scores of masked positions, without recomputation.
+The FLOPs of a step are defined as for "model FLOPs utilization" (Chowdhery et al.,
+"PaLM", 2022, appendix B). They are the matrix products of one forward and one backward
+pass. Scores of masked positions count, recomputation does not.
 
 Experts are stacks of matrices, which products read as a batch, by group, or one after
 the other in a loop. A token uses the experts that its router chooses. Some models
@@ -29,7 +29,7 @@ from whalejax.planner.plan_entries import ModelWork
 def active_parameters(
     graph: Graph, products: Sequence[Op], rows: int
 ) -> tuple[int, int]:
-    """Counts the parameters that a token uses: with all experts, and with chosen ones.
+    """Counts the parameters that a token uses: as computed, and as its router chooses.
 
     Args:
         graph: Captured loss.
@@ -58,7 +58,8 @@ def _batched_shares(
 ) -> dict[int, tuple[float, float]]:
     """Returns two fractions of each stack of matrices that one product reads.
 
-    The first is used for a token; the second is the part that its router chooses.
+    The first is the fraction that a token is multiplied by. The second is the fraction
+    that its router chooses.
     """
     weight = graph.weight_tensors()
     shares: dict[int, tuple[float, float]] = {}
@@ -103,7 +104,7 @@ def _looped_shares(
 ) -> dict[int, tuple[float, float]]:
     """Returns the fractions of ``_batched_shares`` for stacks that a loop reads.
 
-    A loop over experts slices the router's result in each iteration; a loop over layers
+    A loop over experts slices the router's result in each iteration. A loop over layers
     does not.
     """
     weight = graph.weight_tensors()
@@ -156,7 +157,7 @@ def _routed_rows(graph: Graph, experts: int) -> int:
 
 
 def _routed_loops(graph: Graph, weight: Sequence[bool]) -> dict[tuple[int, ...], int]:
-    """Returns the lengths of scans that slice values of the batch, by their loops."""
+    """Returns the lengths of scans that slice values of the batch, by position."""
     lengths: dict[tuple[int, ...], int] = {}
     for op in graph.ops:
         if op.kind != "scan" or len(op.operands) != 1 or not op.results:
@@ -240,7 +241,7 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
     products = _in_one_branch(graph, [op for op in graph.ops if op.flops])
     rows = _common_rows(graph, products)
     weight = graph.weight_tensors()
-    # Work is proportional to the samples, so those of the graph suffice.
+    # Work is proportional to the samples, so that of the graph's samples is scaled.
     scale = samples / max(1, graph.batch_size)
     params = graph.params
     active, chosen = active_parameters(graph, products, rows)
@@ -265,7 +266,7 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
 def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
     """Returns the products without those in branches other than the largest.
 
-    A step runs one branch of a ``lax.cond``, which is unknown. So the branch with most
+    The branch of a ``lax.cond`` that a step runs is unknown. So the branch with most
     FLOPs counts, and work per second is an upper bound.
     """
     kept = [*products]
@@ -291,7 +292,7 @@ def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
 
 def _both_passes(graph: Graph, op: Op) -> int:
     gradients = sum(graph.tensors[t].differentiable for t in op.operands)
-    # Attention is two products; each has two gradients.
+    # Attention has three operands, but each of its two products has two gradients.
     behind = min(2, gradients)
     # The FLOPs of transposed convolutions include the zeros between elements.
     spread = math.prod(window.spread for window in op.windows)
@@ -324,9 +325,10 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 def _tokens(graph: Graph, rows: int) -> int:
     """Returns the number of tokens of the traced batch.
 
-    If a leaf has one of ``TOKEN_NAMES``, its integers count, with those of leaves that
-    have the same name or index the same table. If none has, leaves count whose
-    embeddings are multiplied by weights in a large part of the work.
+    If a leaf has one of ``TOKEN_NAMES``, its integers are tokens. So are those of
+    leaves that have the same name or index the same table. If no leaf has such a name,
+    tokens are the integers whose embeddings are multiplied by weights in a large part
+    of the work.
     """
     leaves = [
         (tensor.path.rpartition(".")[2].partition("[")[0], tensor)
@@ -393,7 +395,7 @@ def _multiplied_rows(graph: Graph, lookups: Mapping[int, _Lookup]) -> int:
         read = [x.rows for x in lookups.values() if x.rows > graph.batch_size]
         return max(read, default=0)
     if token_work < _TOKEN_WORK * work:
-        return 0  # Work may be proportional to samples.
+        return 0  # Most work is not on looked-up rows, so these are no tokens.
     return sum(
         lookups[leaf].rows for leaf in {group[x]: x for x in multiplied}.values()
     )
@@ -415,7 +417,6 @@ class _Lookup:
 
 
 def _lookups(graph: Graph) -> dict[int, _Lookup]:
-    """Returns the table reads of each batch leaf that indexes a table."""
     weight = graph.weight_tensors()
     leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
     lookups: dict[int, _Lookup] = {}

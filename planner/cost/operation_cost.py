@@ -256,7 +256,7 @@ def _gradient(row: Row) -> bool:
 def memory_traffic(
     row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any]:
-    """Returns forward and backward bytes of memory traffic, for a micro-batch."""
+    """Returns the bytes of memory traffic of a micro-batch, forward and backward."""
     forward, backward = traffic_slots(row, s.cluster.compiler)
     return (
         sum((times * local_bytes(slot, hits, s) for slot, times in forward), 0.0),
@@ -265,7 +265,7 @@ def memory_traffic(
 
 
 SlotCounts = Sequence[tuple[Slot, float]]
-"""Tensor slots of an operation, each with a number."""
+"""Tensor slots of an operation, each with its number of transfers."""
 
 
 def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, SlotCounts]:
@@ -280,7 +280,7 @@ def traffic_slots(row: Row, compiler: CompilerProfile) -> tuple[SlotCounts, Slot
     """
     slots = row.slots
     if row.kind in _READ_IN_PART:
-        # Reads equal writes. The backward pass fills or adds to the operand's gradient.
+        # As much is read as written. The backward pass adds to the operand's gradient.
         result = row.results[0]
         return [(result, 2)], [(result, 2)] if result.differentiable else []
     reads, writes = row.kernel_memory_slots(compiler)
@@ -322,7 +322,7 @@ def local_product(
 
 
 def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Returns the FLOPs of a row's products per device and micro-batch, both passes."""
+    """Returns a row's FLOPs of products in both passes, per device and micro-batch."""
     if row.product is None:
         return 0
     first, *again = row.product.times(s.cluster.compiler)
@@ -515,8 +515,9 @@ class FlowStep:
         kind, axes, phase, what: Fields of ``Collective``.
         divided: Groups of mesh axes. The bytes are divided by the sizes of one group
             after the other.
-        narrow: Whether some compilers transfer half of the bytes.
-        reads: Whether remat of a reader repeats it, instead of remat of the producer.
+        narrow: Whether the compiler transfers half of the bytes.
+        reads: Whether remat of a reader repeats the collective, instead of remat of the
+            producer.
     """
 
     kind: CollectiveKind
@@ -531,7 +532,7 @@ class FlowStep:
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a value between producer and readers, both passes.
+    """Returns the collectives of a value between producer and readers, in both passes.
 
     Args:
         flow: Value between its producer and its readers.
@@ -642,7 +643,7 @@ def _spec(
 
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
-    """Returns (axis, dimension) for axes that shard it in every layout."""
+    """Returns the dimension of each axis that shards the same one in all layouts."""
     common: dict[str, int] | None = None
     for layout in layouts:
         here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}

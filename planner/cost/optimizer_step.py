@@ -38,8 +38,7 @@ def storage_gathers(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Iterator[tuple[np.ndarray, Collective]]:
-    """Yields the gathers of parameters that are stored in more shards than they are
-    used.
+    """Yields the gathers of parameters before their use and after their update.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -49,8 +48,8 @@ def storage_gathers(
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Yields:
-        Indices of cases, and a collective whose payload is an array over them. Those of
-        phase ``"forward"`` run in every micro-batch, those of ``"update"`` once in a
+        Indices of cases, and a collective whose payload is an array over them. Gathers
+        of phase ``"forward"`` run in every micro-batch, those of ``"update"`` once in a
         step.
     """
     pairs = [*zip(facts.groups, cuts, strict=True)]
@@ -91,17 +90,20 @@ def _gathers(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""Number of transposes in the cost of XLA's CPU compiler.
+"""Number of transposes that XLA's CPU compiler adds to gathers and to updates.
 
 The compiler gathers along the first dimension and transposes the result in memory. The
 first number is for arrays that are gathered along the last dimension. The second is for
 arrays whose last dimension an update shards and gathers.
 
-Compared with arrays of 0.3 to 9 MB along other dimensions, gathers took longer by 0.6
-to 0.8 times the calibrated time of the transpose (two shapes of seven, with a power of
-two in each dimension, 1.7 and 4.3 times). Updates by SGD and Adam took longer by 0.8 to
-2.5 times. Parameters of a ResNet-50 (102 MB) took 270 ms along the third dimensions and
-959 ms along the last, where both were possible.
+Measured times were compared with those along other dimensions, for seven shapes of 0.3
+to 9 MB. The added time is in multiples of the calibrated time of the transpose:
+
+- gathers: 0.6 to 0.8; two shapes with powers of two in each dimension: 1.7 and 4.3
+- updates by SGD and Adam: 0.8 to 2.5
+
+Parameters of a ResNet-50 (102 MB) took 270 ms along the third dimensions and 959 ms
+along the last, where both were possible.
 """
 
 
@@ -160,9 +162,9 @@ def whole_shares(
         cast_bytes: Ratio of a parameter's bytes in computation to its stored bytes.
 
     Returns:
-        Two fractions by case. The first is of sharded gradients, which are all-reduced
-        because of their tiles (see ``CompilerProfile.scatters_odd_tiles``). The second
-        is of all gradients, which are unsharded in storage.
+        Two fractions of bytes by case. The first is the part of sharded gradients that
+        is all-reduced because of tiles (see ``CompilerProfile.scatters_odd_tiles``).
+        The second is the part of all gradients that is unsharded in storage.
     """
     sharded: Any = 0.0
     odd: Any = 0.0
@@ -197,7 +199,7 @@ def has_odd_tiles(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> Any:
-    """Returns whether scattering a gradient leaves an odd number of tiles.
+    """Returns whether scattering a 16-bit gradient leaves an odd number of tiles.
 
     Args:
         group: Parameters of at least two dimensions.
@@ -286,7 +288,7 @@ def reduced_gradients(
         odd, kept: Results of ``whole_shares``.
 
     Yields:
-        Collectives; at least one of zero bytes.
+        At least one collective, which may have zero bytes.
     """
     sharding = {"fsdp", "data"} if over_data else {"fsdp"}
     scattered = tuple(a for a in axes if a in sharding)

@@ -1,7 +1,7 @@
 """Merges equal operations of a graph into cost rows, each with a count.
 
-A graph is merged once for each division into TaskGraphs. ``Views`` has what does not
-depend on the division.
+A graph is merged once for each division into TaskGraphs. ``Views`` has the results that
+do not depend on the division.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Operati
     """Returns the operations of a graph, merged into cost rows.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
         dims: Logical dimensions of the loss.
         fuses: Whether the compiler fuses elementwise neighbours. If not, every
             operation outside a kernel writes its result. Default: True.
@@ -224,7 +224,7 @@ class Views:
         )
         number = self._layouts.get(key)
         if number is None:
-            # A shape with one dimension more or less may give an equal slot.
+            # Tensors of different shapes may have equal slots.
             slot = Slot(
                 layout=layout,
                 sizes=sizes[tensor],
@@ -305,7 +305,7 @@ class Views:
         out = results[0].roles
         m, k, n, batch = op.matmul
         if op.kind == ATTENTION:
-            # Its rows and columns are along one sequence, but count separately.
+            # Attention's rows and columns are along one sequence, with separate sizes.
             rows = frozenset(operands[1].layout[op.column])
             return Product(
                 m=m,

@@ -107,7 +107,7 @@ class TimeColumns:
         return cls(terms=terms, **arrays, collectives=alone)
 
     def take(self, rows: np.ndarray) -> TimeColumns:
-        """Returns the cases with some indices."""
+        """Returns the cases at the given indices."""
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         terms = {name: values[rows] for name, values in self.terms.items()}
         return TimeColumns(terms=terms, **arrays)
@@ -196,8 +196,8 @@ class StepTime:
         Args:
             cases: Layouts with their ZeRO stages and numbers of micro-batches.
             seconds: Seconds of the known step, or an array of them by case.
-            sequence_parallel: Whether cases count that may be as fast only with the
-                sequence sharded between products.
+            sequence_parallel: Whether to include cases that may be as fast only with
+                the sequence sharded between products.
 
         Returns:
             Indices of the cases whose computation takes no longer, and their time
@@ -219,11 +219,11 @@ class StepTime:
 
     def _costs_inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
-    ) -> tuple[_StageTimes, np.ndarray]:
-        """Returns the costs of distinct cases, and each case's distinct case."""
+    ) -> tuple[_MicroBatchCosts, np.ndarray]:
+        """Returns the costs of distinct cases, and the index of each case's costs."""
         # Costs inside a micro-batch are equal at every ZeRO stage.
         first, inverse = distinct_columns([cases.row, cases.count])
-        return _StageTimes(self, cases.take(first), combined), inverse
+        return _MicroBatchCosts(self, cases.take(first), combined), inverse
 
     def flow_key(self, flow: Flow) -> Hashable:
         """Returns ``operation_cost.flow_key``, computed once."""
@@ -244,14 +244,15 @@ class StepTime:
         return self._present[id(row)]
 
 
-class _StageTimes:
-    """Sums of compute time and collectives inside the micro-batches of some cases.
+class _MicroBatchCosts:
+    """Compute time and collectives inside the micro-batches of some cases.
 
     Attributes:
         links: Collectives other than gradient reductions.
         gradients: Bytes of reduced gradients, by mesh axes and case.
         compute, ahead: Compute seconds of one micro-batch, and of its forward pass.
-        between: Compute seconds of it in operations that ``tensor`` does not shard.
+        between: Compute seconds of one micro-batch in operations that ``tensor`` does
+            not shard.
         launches: Number of kernels of one micro-batch.
         covers: Compute seconds that overlap with transfers of ring attention.
     """
@@ -392,7 +393,7 @@ class _StageTimes:
             self._collect(rows, found)
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:
-        """Adds collectives; gradient reductions are added later."""
+        """Adds collectives, but only the bytes of gradient reductions."""
         for c in found if self.combined is None else within_ranks(found):
             if c.what == "gradient":
                 if c.axes not in self.gradients:
@@ -403,9 +404,9 @@ class _StageTimes:
 
 
 def _with_storage(
-    inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
+    inside: _MicroBatchCosts, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Adds storage and update costs; ``inverse`` has each case's distinct case."""
+    """Returns the times with storage and update; ``inverse`` has each case's index."""
     model, everyone = inside.model, np.arange(len(cases))
     if not len(cases):
         return TimeColumns.none()
@@ -511,7 +512,7 @@ class _Links:
         self.rates = functools.cache(self._rates)
 
     def at(self, inverse: np.ndarray, cases: LayoutCases) -> _Links:
-        """Returns the sums so far, for cases that repeat these."""
+        """Returns the sums so far for ``cases``; ``inverse`` has the index of each."""
         result = copy.copy(self)
         result.cases = cases
         result.seconds = defaultdict(

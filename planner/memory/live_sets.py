@@ -2,8 +2,7 @@
 
 They are computed once for a program, and ``peak`` computes their bytes under a layout.
 Searches may divide the same operations into different TaskGraphs. ``AnalysedProgram``
-has the results that depend on the operations alone. Each is computed when first
-requested.
+shares the results that depend on the operations alone.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ Counts = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLiveSets:
-    """Live tensors of each span; spans of the forward pass come before backward ones.
+    """Live tensors of each span of the forward pass, then of the backward pass.
 
     Attributes:
         kinds: Distinct kinds of tensors.
         saved: Number of saved tensors of each kind, by span.
-        postponed: Number of tensors of each kind, by span, that live longer if products
-            of weights' gradients are postponed to the end of the backward pass.
-        working: Temporaries by kind before the span computes its own gradients; one row
+        postponed: Number of tensors of each kind, by span, that live longer if the
+            compiler postpones products of weights' gradients.
+        working: Temporaries by kind before the span computes its own gradients. One row
             at a time is live.
         making: Temporaries by kind while the span computes its own gradients.
         starts: First row of each span in ``working`` and in ``making``.
@@ -61,8 +60,8 @@ class SpanLiveSets:
             full in every iteration. They are gathered before the loop.
         turns: Number of loop iterations that read slices of the parameters, by group.
         cast: Number of parameters, by group, whose copies in the compute dtype live
-            throughout. These are all parameters if there are loops over layers, else
-            the inputs of checkpointed regions. Others are cast when they are read.
+            throughout the step. With loops over layers these are all parameters, else
+            inputs of checkpointed regions. Others are cast when they are read.
         waiting: Number of offloaded tensors of each kind.
     """
 
@@ -101,7 +100,7 @@ class StepLiveness:
         waits: Number of offloaded tensors of each entry.
         used: Use of each parameter in each span of the forward pass: 2 for a product, 1
             for another operation, 0 for none.
-        ahead: ``used``, extended to the span that writes the product's result.
+        ahead: ``used``, extended to spans that read a product's result in another form.
         waited: Whether each parameter's gradient is in memory while the backward pass
             is in a span, by span and parameter.
         given: Whether a checkpointed region has the parameter as input, by parameter.
@@ -230,7 +229,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """Returns ``SavedTensorGroup.last``; dimensions of windows are not joined."""
+    """Returns ``SavedTensorGroup.last``. Dimensions of windows are not joined."""
     result, last = 1, layout[-1] if layout else ()
     while last and result < len(layout):
         before = layout[-result - 1]
@@ -272,7 +271,6 @@ class _Kinds:
         return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """Returns ``full`` of each distinct row."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])
 

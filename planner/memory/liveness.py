@@ -1,6 +1,6 @@
 """Residuals of the forward pass and temporaries of the backward pass, by span.
 
-A step is divided into spans of consecutive operations; each loop is one span. Residuals
+A step is divided into spans of consecutive operations. Each loop is one span. Residuals
 are the values that fusions cannot recompute. Loops save exactly the residuals of their
 differentiation, as compilers do not optimise across iterations.
 
@@ -44,14 +44,14 @@ from whalejax.planner.model.graph import (
 
 
 _PIECES = 12
-"""Largest number of spans for the operations outside loops."""
+"""Largest number of spans outside loops. Each loop between them may add one."""
 
 _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 """Elementwise operations that are too costly for fusions to recompute."""
 
 _WORKING = 2.0
-"""Bytes of temporaries in a product's backward pass, divided by its largest operand or
-result: gradients before and after the operations up to the next product.
+"""Temporaries of a product's backward pass, as a multiple of an operand or result. They
+are its gradients before and after the operations up to the next product.
 """
 
 
@@ -307,11 +307,10 @@ class Timeline:
         return result
 
     def _pooled(self) -> set[int]:
-        """Returns the operands of pooling windows, and some of their sources.
+        """Returns the operands of windows that choose elements, as in max pooling.
 
         The gradient of a window is scattered to the chosen elements. Fusions do not
-        recompute an operand of this scatter, so it is saved. Its sources are saved too
-        if an activation's gradient reads them.
+        recompute an operand of this scatter, so it is saved.
         """
         return {
             op.operands[0]
@@ -323,12 +322,11 @@ class Timeline:
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """Returns the tensors from which fusions recompute a value, or the value
-        itself.
+        """Returns the tensors from which fusions recompute a value, or the value.
 
         Weights and inputs of the program are no sources and have none. A sum of several
-        large tensors counts as one source, as the number of sources would else grow
-        with depth.
+        large tensors counts as one source, as the number of sources would otherwise
+        grow with depth.
 
         Args:
             tensor: Id of the value.
@@ -349,7 +347,7 @@ class Timeline:
         return self._sources[tensor, region]
 
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Returns the operands from which fusions recompute a value; maybe none."""
+        """Returns the operands from which fusions recompute a value, if they do."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if (
             op is None
@@ -387,7 +385,7 @@ class Timeline:
         return hard
 
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
-        """Returns the saved tensors, without those that others suffice to recompute.
+        """Returns the saved tensors, without those that are recomputed from others.
 
         ``kept`` has the index of each tensor's first reader.
         """
@@ -537,8 +535,8 @@ class Timeline:
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
         """Returns the partial gradients that are live in a span's backward pass.
 
-        A value with readers before and after the span, such as a skip connection, has a
-        partial gradient from its last reader's pass until its other readers' passes.
+        A value that is made before the span and read after it, such as a skip
+        connection, has one since the backward pass of its last reader.
         """
         gradients: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
@@ -734,10 +732,11 @@ class Timeline:
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
 
     def _masked(self, op: Op) -> list[tuple[int, float]]:
-        """Returns the masked values of a grouped product, with their multiples.
+        """Returns the masked values of a grouped product, with their numbers of copies.
 
         A product of all rows with the matrices of all groups needs a masked copy of the
-        rows for each group. In the backward pass, so do the rows' gradients.
+        rows for each group. The backward pass also needs such copies of the results'
+        gradients.
         """
         if op.kind not in RAGGED or self.compiler.groups_rows:
             return []
@@ -745,12 +744,12 @@ class Timeline:
         return [(t, groups) for t in (op.operands[0], *op.results) if self._value(t)]
 
     def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
-        """Yields the temporaries of blocked attention's backward pass, with multiples.
+        """Yields the temporaries of blocked attention's backward pass.
 
         They are float32 sums of the gradients of queries, keys and values, and the
-        gradient of the output. In a loop, residuals are also sliced out of their
-        stacks, or recomputed. Compilers postpone gradients of weights, as nothing else
-        in the loop needs them.
+        gradient of the output, each with a factor on the tensor's bytes. In a loop,
+        residuals are also sliced out of their stacks, or recomputed. Compilers postpone
+        gradients of weights, as nothing else in the loop needs them.
         """
         op = self.graph.ops[at]
         given = op.operands[:3]
@@ -766,8 +765,8 @@ class Timeline:
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
         """Returns the tensors that postponed products of weights' gradients read.
 
-        Such products come after operation ``at``, and other products of the loop read
-        their results. They read their operands and the gradients of their results.
+        Such products read their operands and the gradients of their results. They come
+        after operation ``at``, and other products of the loop read their results.
         """
         ops, result = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):

@@ -31,10 +31,10 @@ class Tables:
     Attributes:
         groups: Whether each group of parameters has tables whose gradients stay in
             their compute sharding.
-        gathered: Bytes of all tables that are gathered for lookups, in two forms: as
-            gathered, and with columns in lanes.
-        largest: Bytes of the largest gradient that storage then shards, before this.
-        gradients: Bytes of all other gradients.
+        gathered: Bytes of all tables that are gathered for lookups, with columns padded
+            to lanes, and also as gathered if these forms differ.
+        largest: Bytes of the largest gradient that storage shards, before sharding.
+        gradients: Bytes of all gradients that storage does not shard.
         updated: Bytes of tables and their state during the update, if the update has
             the form of the gradients.
     """
@@ -105,12 +105,12 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """Returns the temporaries of an update: for all tables, and for one at a time.
+    """Returns a table's temporaries until all tables are updated, and in its update.
 
-    Tables and their stored state do not count. The update has the form of the summed
-    rows, and is copied back. Separate tables are updated one by one, and all results
-    are live until the copy. Stacked tables and their state reuse the gradient's memory
-    if the gradient is not narrower.
+    The update has the form of the summed rows, and is copied back to the stored table
+    and state. Separate tables are updated one by one, and all results are live until
+    the copy. Stacked tables and their state reuse the gradient's memory if the gradient
+    is not narrower.
     """
     part = math.prod(sizes) / math.prod(group.shape)
     table, state = group.nbytes * part, group.optimizer_bytes * part
@@ -136,9 +136,8 @@ def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
     """Returns the size of a gradient's forms, divided by the gradient's size.
 
     Stacked tables have one more form, as they are one long table while rows are summed.
-    If each table's rows fill complete tiles, this form equals the array with rows in
-    lanes. It is copied nevertheless if storage shards it, or if the tables of the stack
-    are in the other dimension of a tile.
+    If the columns fill the lanes, both forms are the same array, unless storage shards
+    the gradient.
     """
     padding = _padding(sizes, lanes)
     if len(sizes) == 2:

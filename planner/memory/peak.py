@@ -1,12 +1,12 @@
 """Peak memory of a step, over the forward and the backward pass.
 
-While the backward pass is in a span (see ``liveness``), memory holds the residuals of
-this span and all earlier ones, the gradients of all later spans, and the temporaries of
-this span. The peak is the largest of these sums. Each span has two moments: before its
-own gradients are computed, and while they are.
+While the backward pass is in a span (see ``liveness``), memory holds the temporaries of
+this span. It also holds the residuals of this and earlier spans, and the gradients of
+later spans. The peak is the largest sum. Each span has two moments: before its own
+gradients are computed, and while they are computed.
 
 Live sets do not depend on the layout, so the bytes of many layouts are products of the
-same matrices. All arrays have one column per case; a single plan is one column.
+same matrices. All arrays have one column per case.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ two copies that other terms count.
 
 
 LOOP_COPIES = 3
-"""Number of copies of a weight that is gathered before a loop: as gathered, in the form
-that the loop's products read, and of the next loop's weight, which is gathered
-meanwhile (libtpu 0.0.42, v5e, three LSTMs of 3072).
+"""Number of copies for a weight that is gathered before a loop. Two are of this weight,
+as gathered and as the loop's products read it. One is of the next loop's weight, which
+is gathered meanwhile (libtpu 0.0.42, v5e, three LSTMs of 3072).
 """
 
 
@@ -113,12 +113,13 @@ class _ParameterBytes:
         summed: Bytes of all accumulated gradients.
         gradients: Bytes of one gradient of each group until the update; 0 for
             parameters that are not trained.
-        gathered: Bytes of one gathered parameter of each group.
+        gathered: Bytes of one gathered parameter of each group, or of its slice in a
+            loop over layers; 0 if it is not gathered.
         fresh: Bytes of one gradient of each group before it is reduce-scattered.
         summing: Bytes of one gradient of each group while a loop's iterations sum it.
         host: Bytes of all parameters in host memory.
         fetched: Bytes of each group that are fetched from host memory, for two layers.
-        updating: Bytes of all gradients during an update in host memory.
+        updating: Bytes of all gradients while parameters in host memory are updated.
         reduced: Bytes of all gradients before their reduction, and after it. Both are 0
             if the compiler reduces each gradient at once.
     """
@@ -277,8 +278,7 @@ def _fuller_moment(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns gradients and temporaries at the fuller of each span's two moments.
 
-    Before a span computes its own gradients, these are not in memory, except those of
-    loops, which are allocated at the start.
+    Before a span computes its own gradients, they are in memory only if it is a loop.
     """
     waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting
@@ -296,8 +296,8 @@ def _gathered_weight_bytes(
 
     Weights that all iterations of a loop read are gathered before the loop, with
     copies. Compilers that reduce gradients after loops allocate the sums before the
-    first loop of the backward pass. ``first`` has the number of each group's parameters
-    that are gathered before all computation.
+    first loop of the backward pass. ``first`` has the bytes of one parameter of each
+    group that is gathered before all computation, or 0.
     """
     result = c.found
     reread = result.reread * c.s.cluster.compiler.merge_partials
@@ -349,9 +349,9 @@ def _gathered_first(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bytes of weights outside loops that are gathered at the start.
 
-    The first array is for one parameter of each group in one form. The second is for
-    all parameters that are live until the backward pass, by span, with the bytes at the
-    start in its last row.
+    The first array has the bytes of one parameter of each group in one form. The second
+    has the bytes of all parameters that stay until the backward pass, by span. Its last
+    row has the bytes of all forms at the start.
     """
     one = np.where(c.once, leaves.gathered, 0.0) * compiler.gathers_first
     gradients = c.found.gradients

@@ -1,10 +1,10 @@
 """Measured errors of the memory prediction against compiled programs.
 
 A band is a range of ratios of compiled to predicted peak memory. It covers about nine
-in ten of the programs that ``scripts/bench_verify.py`` compares, without those that
-only judge the bands. CPUs have no band, as they use host memory, which compilers do not
-limit. Programs that sort, loop over time or have mostly tables contain parts that no
-compared program had, so the error of their prediction is unknown.
+in ten of the programs that ``scripts/bench_verify.py`` compares, apart from programs
+that only test the bands. CPUs have no band, as they use host memory, which compilers do
+not limit. Programs with sorts, loops over time or mostly tables contain parts that no
+compared program had. The error of their prediction is unknown.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ _FOREIGN: Final = {
     "tpu": MemoryBand(low=0.77, high=1.25),
     "gpu": MemoryBand(low=0.77, high=1.36),
 }
-"""Bands by platform for programs with unmeasured patterns. They are as wide as the
-worst of all compared programs, and on TPUs at least a quarter.
+"""Bands by platform for programs with unmeasured patterns. They include the worst of
+all compared programs, and on TPUs a quarter more than predicted.
 """
 
 

@@ -5,9 +5,9 @@ region saves only its inputs, and one region is recomputed at a time. Broadcasts
 casts do not count, as the compiler repeats them in each reader.
 
 If a device has few samples, TPU compilers move a part of an extent into the batch of a
-convolution, and also write its operand and result in that form. The layout sets the
-number of samples on a device, so ``SavedTensorGroup.least_samples`` has the number from
-which such a buffer exists.
+convolution. They also write the operand and the result in that form. Layouts differ in
+the samples on a device. So ``SavedTensorGroup.least_samples`` has the smallest number
+with which such a buffer exists.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ SMALL: Final = 16
 """Factor by which ignored tensors, such as row maxima, are smaller than others."""
 
 FEW_SAMPLES: Final = 8
-"""Number of samples on a device below which TPU compilers move a part of an extent into
-the batch of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results
-then exist in two forms. From 2 samples on, values that are computed from the statistics
-of each sample are written for every element.
+"""Number of samples on a device from which TPU compilers leave convolutions unchanged.
+
+With fewer, they move a part of an extent into the batch (libtpu 0.0.42, v5e and v6e: 1
+to 5 samples, not 8). Results then exist in two forms. From 2 samples on, values that
+are computed from the statistics of each sample are written for every element.
 """
 
 LARGE_EXTENT: Final = 64
-"""Smallest extent for which this was observed."""
+"""Smallest extent of which compilers were observed to move a part."""
 
 
 class TensorEntry(NamedTuple):
@@ -101,15 +102,14 @@ class SavedTensorGroup:
         nbytes: Unsharded bytes of one tensor.
         task_graph: TaskGraph whose table sets the sharding.
         count: Number of equal tensors.
-        made: Kind of the producer: ``"product"`` for a product of a value with a
-            weight, ``"name"`` for a value that the model names for checkpointing, else
-            ``""``.
+        made: Kind of the producer. ``"product"`` is a product of a value with a weight,
+            ``"name"`` names a value for checkpointing, ``""`` is any other.
         ends: Whether only the first or last dimension can be in lanes.
         last: Number of trailing dimensions that another form of the value joins into
             one, such as groups of channels.
-        least_samples: If above 0, the tensors are in memory only with at least this
-            many and fewer than ``FEW_SAMPLES`` samples on a device, and with an extent
-            of at least ``LARGE_EXTENT``.
+        least_samples: If above 0, smallest number of samples on a device with which the
+            tensors are in memory. They also need fewer than ``FEW_SAMPLES`` samples,
+            and an extent of at least ``LARGE_EXTENT``.
     """
 
     layout: Layout
@@ -235,7 +235,7 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """Returns the tensors from which fusions recompute a value, or itself."""
+        """Returns the tensors from which fusions recompute a value, or the value."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
@@ -373,7 +373,7 @@ class FewSamples:
 
     Args:
         graph: Captured loss.
-        lanes: Number of lanes of the compiler; with 0 there are no such buffers.
+        lanes: Number of lanes of the compiler; with 1 there are no such buffers.
         is_value: Function that returns whether a tensor is computed from data.
         entry: Function from a tensor to its ``TensorEntry``.
 
@@ -416,7 +416,7 @@ class FewSamples:
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
-        """Returns the results of spatial convolutions, and the reductions of these."""
+        """Returns values computed from spatial convolutions, and their reductions."""
         spatial: set[int] = set()
         statistics: set[int] = set()
         for op in self.graph.ops:

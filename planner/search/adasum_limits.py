@@ -1,7 +1,7 @@
 """Adasum over the ranks of ``data``: its limits on a search, its costs and its notes.
 
-Adasum combines the gradients of several ranks. So each rank computes gradients of its
-own, which are not sharded over ``data``, and all ranks have equal shares of the batch.
+Each rank of ``data`` computes its own gradients, and Adasum combines them. So gradients
+are not sharded over ``data``, and all ranks have equal shares of the batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 
 BUFFERS = 3
 """Number of copies of a device's gradients in memory while ranks combine: send buffer,
-receive buffer, and results of the levels.
+receive buffer, and results of Adasum's levels.
 """
 
 PASSES = 12
-"""Bytes that all levels read and write, divided by the bytes of the gradients."""
+"""Bytes that all levels of Adasum read and write, over the bytes of the gradients."""
 
 
 def check_combine(
@@ -313,9 +313,9 @@ def combine_notes(plan: PlanData) -> list[str]:
     if groups & (groups - 1):
         padded = 2 ** (groups - 1).bit_length()
         notes.append(
-            f"{groups} is no power of two: Adasum adds {padded - groups} with "
-            "gradients of zero, which change nothing as Adasum(0, b) = b. One without "
-            "a partner counts as much as each pair that it is later combined with"
+            f"{groups} is no power of two, so Adasum adds {padded - groups} gradients "
+            "of zero. They change nothing: Adasum(0, b) = b. A gradient without a "
+            "partner counts as much as each pair that it is later combined with"
         )
     if plan.combine == "adasum_updates":
         notes.append(

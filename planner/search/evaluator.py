@@ -46,7 +46,7 @@ from whalejax.planner.sharding.shard_counts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Layouts with their step options; arrays have one number per case.
+    """Cases: layouts with their step options. Arrays have one number per case.
 
     Attributes:
         tables: Compute table of each TaskGraph, which all cases share.
@@ -56,7 +56,7 @@ class StepLayout:
         in_flight: Number of micro-batches whose activations are saved at a time.
         gathered: Bytes of the largest value that is gathered along the sequence.
         postpones: Whether the compiler postpones products of weights' gradients.
-        stage: Share of the program that one device stores.
+        stage: Part of the program on one device; default: all of it.
     """
 
     tables: Mapping[int, Table]
@@ -69,7 +69,7 @@ class StepLayout:
     stage: StageShare = WHOLE_PROGRAM
 
     def take(self, rows: np.ndarray) -> StepLayout:
-        """Returns the cases with some indices."""
+        """Returns the cases at the given indices."""
 
         def some(value: Any) -> Any:
             return value[..., rows] if isinstance(value, np.ndarray) else value
@@ -89,7 +89,7 @@ class MemoryColumns:
     """``MemoryTerms`` of many cases, in whole bytes.
 
     Attributes:
-        terms: Bytes of each term on one device, by name of the term and case.
+        terms: Bytes on one device, by name of the term; one number per case.
         host: Bytes in host memory, by case.
     """
 
@@ -102,12 +102,12 @@ class MemoryColumns:
         return sum(self.terms.values(), np.zeros(len(self.host)))
 
     def take(self, rows: np.ndarray) -> MemoryColumns:
-        """Returns the cases with some indices."""
+        """Returns the cases at the given indices."""
         terms = {name: values[rows] for name, values in self.terms.items()}
         return MemoryColumns(terms=terms, host=self.host[rows])
 
     def with_rows(self, rows: np.ndarray, other: MemoryColumns) -> MemoryColumns:
-        """Returns a copy with the values of ``other`` at some indices."""
+        """Returns a copy with the values of ``other`` at the given indices."""
 
         def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
             result = before.copy()
@@ -192,7 +192,9 @@ class LayoutMemory:
         return MemoryColumns(terms=result, host=host)
 
     def least(self, cuts: Sequence[LeafShardCounts], offload: tuple[str, ...]) -> Any:
-        """Returns the bytes of parameters and other permanent state, by case.
+        """Returns the bytes of permanent state in device memory, by case.
+
+        They are parameters, optimizer state and other state of the model.
 
         Args:
             cuts: Shard counts of each group of parameters.
@@ -248,8 +250,8 @@ class LayoutMemory:
     ) -> Any:
         """Returns the bytes of one device's part of the batch.
 
-        With ``only_gradients``, only leaves count whose gradients the step returns.
-        These bytes do not depend on the number of micro-batches.
+        They do not depend on the number of micro-batches. With ``only_gradients``, only
+        leaves whose gradients the step returns count.
         """
         given = self.hosting.request.batch_bytes
         if not given:
@@ -352,7 +354,7 @@ class Evaluator:
             mesh: Sizes of the axes, or arrays with the sizes of many meshes.
             count: Number of micro-batches, or an array of such numbers.
         """
-        # The graph was traced with one micro-batch. The search varies their number.
+        # The graph has one traced micro-batch, which the search may divide further.
         return CostSetting(
             mesh,
             count // self.graph.num_micro_batches,
@@ -458,7 +460,7 @@ class Evaluator:
         held = self.request.in_flight if in_flight is None else in_flight
         terms: dict[str, np.ndarray] = {}
         host = np.zeros(number)
-        # All cases of an array have the same tables.
+        # Each batch has the cases with one set of tables.
         pairs = zip(cases.batches, cases.cuts(self.facts), strict=True)
         for (tables, rows), (_, cuts) in pairs:
             mesh = {axis: sizes[rows] for axis, sizes in cases.mesh.items()}
@@ -480,7 +482,7 @@ class Evaluator:
         return self._with_buffers(cases, MemoryColumns(terms=terms, host=host))
 
     def _with_buffers(self, cases: LayoutCases, found: MemoryColumns) -> MemoryColumns:
-        """Returns the larger of two peaks: of the step, and while ranks combine."""
+        """Adds Adasum's buffers to ``working``, as far as they raise the peak."""
         if self.request.combine == "mean":
             return found
         indices = range(len(cases))
@@ -504,7 +506,7 @@ class Evaluator:
         return least_memory
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Returns whether each case can offload a parameter, if that is asked for."""
+        """Returns whether each case can offload parameters, or need not."""
         serves = np.full(len(cases), "params" not in offload)
         for rows, cuts in cases.cuts(self.facts) if not serves.all() else ():
             counts = self.hosting.host_param_counts(cuts, offload)
@@ -524,8 +526,8 @@ class Evaluator:
             cases: Layouts with their ZeRO stages and numbers of micro-batches.
             offload: Names of the offloaded memory terms.
             times: Time terms of the cases.
-            memory: Memory terms of the cases; without them, transfers of activations do
-                not count.
+            memory: Memory terms of the cases; default: None, which leaves transfers of
+                activations out.
         """
         offload_seconds = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts) if offload else ():

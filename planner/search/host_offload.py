@@ -55,7 +55,8 @@ class HostMemoryLimits:
     def streamed(self) -> OffloadableState:
         """State that the optimizer can update in chunks.
 
-        Estimates assume all state if the optimizer can update none in chunks.
+        In estimates, an optimizer that can update no state in chunks counts as one that
+        can update all of it.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -97,7 +98,7 @@ class HostMemoryLimits:
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
     def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
-        """Returns whether some parameter can be offloaded, if ``offload`` asks for it.
+        """Returns whether some parameter can be offloaded, or none has to be.
 
         Args:
             layouts, offload: Arguments of ``params_on_host``.
@@ -105,7 +106,7 @@ class HostMemoryLimits:
         return "params" not in offload or any(self.params_on_host(layouts, offload))
 
     def on_paper(self) -> list[Offload]:
-        """Returns offload options for estimates, which no executor supports."""
+        """Returns the offload options of estimates that no executor supports."""
         if not self.is_host_memory_known:
             return []
         runs = dataclasses.replace(
@@ -123,7 +124,7 @@ class HostMemoryLimits:
         yield [() if asked is None else asked]
         if asked is not None or not self.is_host_memory_known:
             return
-        # Some optimizers read all their state at once.
+        # An optimizer that reads all its state at once can offload none.
         there = {
             "optimizer": any(self.state),
             "activations": bool(self.program.waiting),
@@ -167,8 +168,8 @@ class HostMemoryLimits:
     ) -> list[bool]:
         """Returns whether each parameter is in host memory.
 
-        A parameter stays on the device if it is stored in other shards than it is
-        updated in, as it would have to be gathered on the device before its update.
+        A parameter stays on the device if its update uses other shards than its
+        storage. It would otherwise be gathered on the device before the update.
 
         Args:
             layouts: Layout of each group of parameters.

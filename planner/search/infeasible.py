@@ -1,7 +1,6 @@
-"""Errors if no layout is feasible, each with a reason and a remedy.
+"""Errors of searches without a feasible layout.
 
-This module runs only if the search fails. Each message names the parameter, the numbers
-and the remedy.
+Each message names the parameter, the numbers and a remedy.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
         whys = set(search.refused)
-        if "context" not in (search.request.mesh or {}):  # The planner tried it itself.
+        if "context" not in (search.request.mesh or {}):  # Only the planner tried it.
             whys = whys - {SEQUENCE_DOES_NOT_DIVIDE} or whys
         for why in sorted(whys):
             problems.add(_reason(search, why))
@@ -111,7 +110,7 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns the consequence of rows sorted by expert, or empty without such rows."""
+    """Returns a sentence on rows sorted by expert, or an empty text without them."""
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (
@@ -192,9 +191,9 @@ def _wide_halos(search: Search) -> str:
         most = max(n for n in divisors(parts) if wide.size // n >= wide.halo or n == 1)
         place = f" at {wide.row.scope}" if wide.row.scope else ""
         wide_halos.append(
-            f"{wide.row.kind}{place} needs {wide.halo} of a neighbour, and with "
-            f"{wide.axis} {parts} each has {wide.size // parts} of {wide.size}: take "
-            f"{wide.axis} {most}, or a larger extent"
+            f"{wide.row.kind}{place} reads {wide.halo} elements of a neighbour, but "
+            f"with {wide.axis} {parts} each device has {wide.size // parts} of "
+            f"{wide.size}: take {wide.axis} {most}, or a larger extent"
         )
     return "; ".join(dict.fromkeys(wide_halos))
 
@@ -313,7 +312,7 @@ def _least_share(search: Search) -> int:
 
 
 def _unobeyed_pins(search: Search) -> Iterator[str]:
-    """Yields errors for dimensions that metadata's axes cannot divide."""
+    """Yields an error for each dimension that its metadata's axis cannot divide."""
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):
@@ -325,7 +324,7 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
             listed = ", ".join(map(str, sizes))
             yield (
                 f"{tensor.path} dim {dim}: its metadata shards it over {axis}, and "
-                f"none of its sizes here ({listed}) divides {length}. "
+                f"no size of {axis} here ({listed}) divides {length}. "
                 f"Pad it to {padded}, or drop that name"
             )
 

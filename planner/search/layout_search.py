@@ -6,9 +6,8 @@ that each model axis may shard in each TaskGraph, and the shardings of stored st
 ``Evaluator`` evaluates all layouts as arrays. With very many meshes, the search
 predicts only the time of layouts that are clearly slower than the best.
 
-Predictions do not tell plans within half a percent apart. So of the plans within half a
-percent of the fastest, the search chooses the one with least memory, and among equals
-the least communication.
+Predictions are not precise to half a percent. So among the plans within half a percent
+of the fastest, the search chooses by least memory, then by least communication.
 
 The module is long because ``Search`` is one class: enumeration and evaluation share the
 request and the results of other searches.
@@ -91,10 +90,10 @@ exceeds the margins for ties and for listed alternatives.
 """
 
 LISTED = 40
-"""Largest number of meshes to evaluate regardless of their times."""
+"""Largest number of meshes to evaluate whatever their times."""
 
 MOST_LISTED = 512
-"""Largest number of layouts of few meshes that are all evaluated."""
+"""Largest number of layouts to evaluate whatever their times."""
 
 NEAR = 1.02
 """Multiple of the best step time up to which plans of very many meshes are evaluated.
@@ -102,13 +101,17 @@ It exceeds the margin for ties.
 """
 
 MANY_TABLES = 8
-"""Number of tables in a block of layouts above which each block has one table."""
+"""Largest number of different tables in a block of layouts. A block with more keeps
+only the layouts with one of them.
+"""
 
 ROUNDED = 2**10
 """Largest rounding error of memory sums, in bytes."""
 
 FIRST_BLOCK, BLOCK = 32, 256
-"""Number of layouts whose memory is computed together: first, and later."""
+"""Number of layouts in a block, whose memory is computed together. The first number is
+for the first block while the step time has no bound, the second for other blocks.
+"""
 
 MOST_PAIRS = 4096
 """Largest number of (layout, number of micro-batches) pairs to evaluate at once."""
@@ -255,8 +258,8 @@ class Search:
         graph, dims, rows: Graph of the loss, its logical dimensions and its cost rows.
         program: Analysed operations of the loss.
         hosting: Limits on the state in host memory.
-        split: Division of TaskGraphs for sequence parallelism, or None. With a
-            division, the options are those of the search ``beside``, which has none.
+        split: Division of TaskGraphs for sequence parallelism, or None. A search with a
+            division takes the options of the search ``beside``, which has none.
         grids: Layouts that searches of other programs share.
         sizes: Axis sizes of the meshes to evaluate; None for all meshes.
         named_axes: Mesh axes that metadata names.
@@ -430,7 +433,8 @@ class Search:
         """Evaluates every mesh whose devices shard the space of samples.
 
         Meshes without model axes come first, as their times bound the others. With very
-        many meshes, meshes with larger model axes than a plan that fits are skipped.
+        many meshes, meshes with larger model axes than those of a fitting plan are
+        skipped.
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
@@ -449,7 +453,7 @@ class Search:
 
     @property
     def has_one_sample(self) -> bool:
-        """Whether a micro-batch has one sample in some layout."""
+        """Whether even the largest micro-batch has one sample."""
         graph = self.graph
         count = self.request.num_micro_batches or graph.num_micro_batches
         return graph.batch_size * graph.num_micro_batches == count
@@ -466,10 +470,10 @@ class Search:
     def _wants_space(self) -> bool:
         """Returns whether sharding the space of samples may pay off.
 
-        It may if samples do not divide by the devices, memory is short, or weights have
-        a spatial dimension, as in a dense layer after convolutions. In other cases
-        sharding a sample only adds communication. The user must have left spatial axes
-        open.
+        It may if samples do not divide by the devices, if memory is short, or if
+        weights have a spatial dimension, as in a dense layer after convolutions.
+        Otherwise sharding a sample only adds communication. If the user fixed spatial
+        axes, nothing else is tried.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -508,7 +512,7 @@ class Search:
     ) -> list[dict[str, int]]:
         """Returns the meshes that obey the user's ``mesh``, annotations and metadata.
 
-        As many as possible of the axes that metadata names have sizes above 1.
+        They give sizes above 1 to as many as possible of the axes that metadata names.
 
         Args:
             context: Size of the ``context`` axis; default: the size that the user
@@ -686,7 +690,7 @@ class Search:
     ) -> bool:
         """Returns whether each model axis shards more than the batch in some TaskGraph.
 
-        If one does not, another mesh has its devices in ``data`` and equals this one.
+        If an axis does not, a mesh with its devices in ``data`` instead is equivalent.
         """
         batch = self.evaluator.batch_roles
         for axis in ("expert", "tensor"):
@@ -751,7 +755,7 @@ class Search:
         rows: np.ndarray,
         groups: Sequence[Sequence[Offload]],
     ) -> np.ndarray:
-        """Returns the cases that can be fast enough with some offload."""
+        """Returns the indices of cases that can be fast enough with some offload."""
         if self.bound == math.inf or not groups:
             return rows
         cases, here = layouts.cases.take(rows), times.take(rows)
@@ -780,7 +784,7 @@ class Search:
         return bool(waiting)
 
     def fits_without_state(self, times: float) -> bool:
-        """Returns whether a layout without optimizer state fits in scaled memory.
+        """Returns whether a layout fits in scaled memory without its optimizer state.
 
         Activations are offloaded if that helps. Offload of the optimizer state is not
         evaluated, as that is slow for many parameters.
@@ -811,7 +815,7 @@ class Search:
 
         Returns:
             Layouts by the logical dimensions that ``tensor`` shards in their products.
-            Those of the layouts that are likely fastest come first.
+            The dimensions with the likely fastest layout come first.
         """
         sequence_parallel: dict[frozenset[int], list[NearLayouts]] = {}
 
@@ -847,9 +851,9 @@ class Search:
         }
 
     def use_host_memory(self, best: float) -> None:
-        """Evaluates layouts that lack memory with more offload.
+        """Evaluates layouts that lack memory again, with more offload.
 
-        Some of them fit only with more micro-batches than the fewest.
+        Some of them also need more than the fewest micro-batches.
 
         Args:
             best: Step time of the best plan of all searches.
@@ -911,9 +915,9 @@ class Search:
         return result
 
     def keep_nearest(self, offload: Offload = ()) -> None:
-        """Adds the layout that lacks the least memory to ``scored``, if none fits.
+        """Adds layouts that lack the least memory to ``scored``, after none fitted.
 
-        With few meshes, ``scored`` already has all layouts that lack memory.
+        With few meshes, ``scored`` already has those that were evaluated.
 
         Args:
             offload: Names of the offloaded memory terms of these layouts.
@@ -937,7 +941,7 @@ class Search:
     ) -> np.ndarray:
         """Evaluates layouts with each of several offloads, the fastest first.
 
-        Returns the layouts that are too slow or do not fit with the fewest
+        Returns the indices of layouts that are too slow, or do not fit with the fewest
         micro-batches.
         """
         step, left = times.step, rows
@@ -1068,9 +1072,8 @@ class Search:
     ) -> np.ndarray:
         """Returns whether cases fit with the fewest or the most micro-batches.
 
-        Offloaded parameters and activations pass through device memory, while offloaded
-        optimizer state needs none. So offloads without the state are tried only if no
-        offload includes it, or if host memory is short.
+        Offloaded optimizer state needs no device memory. So offloads without it are
+        tried only if no offload includes it, or if host memory is short.
         """
         result = np.zeros(len(rows), dtype=bool)
         hosts = np.zeros(len(rows), dtype=bool)
@@ -1099,7 +1102,7 @@ class Search:
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
         """Makes plans of some cases with each of several offloads.
 
-        The second result is whether some plan of each case fits with the fewest
+        The second result is, by case, whether some plan fits with the fewest
         micro-batches.
         """
         result: list[LayoutCandidate] = []
@@ -1130,8 +1133,7 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
-        """Makes plans with the fewest micro-batches that fit, or with the most
-        possible.
+        """Makes plans with the fewest micro-batches that fit, or else with the most.
 
         With very many meshes, only plans that fit and the nearest to fitting are made.
         The second result is whether each case fits with the fewest micro-batches.
@@ -1221,8 +1223,8 @@ class Search:
     ) -> TimeColumns:
         """Returns the times of layouts, each with its number of micro-batches.
 
-        For few layouts, all numbers are evaluated at once. That is hardly slower than
-        one number, and later calls need the others.
+        For few layouts, all numbers of micro-batches are evaluated at once, as later
+        calls need them. That is hardly slower.
         """
         if (layouts.cases.count[rows] == cases.count).all():
             return times.take(rows)
@@ -1262,7 +1264,7 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[LayoutCases, MemoryColumns]:
-        """Returns cases with the fewest micro-batches that fit, or the most."""
+        """Returns cases with the fewest micro-batches that fit, or else the most."""
         cases = layouts.at(rows, 0)
         memory = self._memory(layouts, times, rows, cases, offload)
         fits = self.evaluator.fits(memory)
@@ -1383,7 +1385,7 @@ def _ends(row: Row, window: Window) -> tuple[int, int]:
 
 
 def ranked(scored: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Returns plans by time; memory, then communication breaks ties."""
+    """Returns plans by time; ties are broken by memory, then by communication."""
     return best_first(
         scored,
         seconds=lambda s: s.time.step_seconds,

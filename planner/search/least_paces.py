@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a micro-batch, by the number of micro-batches.
 
-The search for pipelines tries each number of micro-batches, except numbers with which
-these bounds exclude that any pipeline is fast enough.
+The search for pipelines skips the numbers of micro-batches with which, by these bounds,
+no pipeline is fast enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from whalejax.planner.step_options import options_off
 
 
 STAGES_SHARE = 0.82
-"""Lower bound on the time of all stages' passes over that of the full model.
+"""Lower bound on the time of all stages' passes, over the time of the full model.
 
 The full model runs on the devices of one stage, without sequence parallelism. Stages
 with their fastest layouts took 0.95 to 1.02 of its time. Sequence parallelism saved at
@@ -60,9 +60,9 @@ def least_stage_steps(
     """Returns lower bounds on the step seconds, by number of stages of equal devices.
 
     A bound is the time of the full model on the devices of one stage, divided by the
-    number of stages. Only layouts count in which an equal part of the parameters and
-    state fits. Stages that divide a scan recompute at least everything but products.
-    Each micro-batch passes through the stages in turn.
+    number of stages. Layouts count only if a device's parameters and state, divided by
+    the number of stages, fit. Stages that divide a scan recompute at least everything
+    but products. Each micro-batch passes through the stages in turn.
 
     Args:
         graph: Captured loss.
@@ -74,8 +74,8 @@ def least_stage_steps(
         most_seconds: Step seconds above which bounds are not needed; default: infinite.
 
     Returns:
-        Seconds by number of stages. Numbers without a layout are left out; numbers
-        above ``most_seconds`` may be left out.
+        Seconds by number of stages. Numbers of stages without a layout are left out.
+        Those with seconds above ``most_seconds`` may be left out.
     """
     devices = request.num_devices
     samples = graph.batch_size * graph.num_micro_batches
@@ -152,8 +152,8 @@ def least_paces(
 
     Returns:
         (Seconds of a micro-batch, seconds of its forward pass), by number of
-        micro-batches. Both are 0 if no layout has that number; the search then reports
-        the reason.
+        micro-batches. Both are 0 if no layout has that number. The search for pipelines
+        reports the reason.
     """
     paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
@@ -206,12 +206,12 @@ def least_steps(
         counts: Numbers of micro-batches.
         known: Programs of the loss that were analysed before.
         largest_part: Fraction of the products in the largest part of the model that no
-            cut point divides; one stage takes this fraction of all compute seconds.
-            Default: 0.
+            cut point divides; default: 0. One stage takes this fraction of all compute
+            seconds.
 
     Returns:
-        Step seconds by number of micro-batches; 0 if no layout has that number. The
-        search then reports the reason.
+        Step seconds by number of micro-batches; 0 if no layout has that number. For
+        such a number, the search reports the reason.
 
     Raises:
         PlanError: A stage would have devices of several kinds.
@@ -315,7 +315,7 @@ class StageBounds:
             )
 
     def seconds(self, count: int, done: int | None = None) -> float:
-        """Returns a lower bound on the step seconds; 0 if no layout has the number.
+        """Returns a lower bound on the step seconds; 0 if no layout has ``count``.
 
         Args:
             count: Number of micro-batches of the global batch.
@@ -338,8 +338,7 @@ class StageBounds:
         return 1 / float(speed) if speed else 0.0
 
     def compute_seconds(self, count: int) -> float:
-        """Returns the least compute seconds of a step on any kind, or 0 without a
-        layout.
+        """Returns the least compute seconds of a step on any kind; 0 without a layout.
 
         Args:
             count: Number of micro-batches.
@@ -367,7 +366,7 @@ class StageBounds:
 def _least_passes(
     times: TimeColumns, cases: LayoutCases
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns least seconds of passes of all stages, and of the reduction."""
+    """Returns least seconds of all stages' passes, and of the gradient reduction."""
     _, step = times.sequence_parallel(cases.mesh["tensor"])
     reduction = times.terms["gradient"]
     once = times.terms["update"] + reduction

@@ -1,4 +1,4 @@
-"""Ranks plans by time; among nearly equal times, the least memory comes first."""
+"""Ranks plans by time, and plans with nearly equal times by memory."""
 
 from __future__ import annotations
 

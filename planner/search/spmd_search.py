@@ -1,7 +1,7 @@
 """Searches for the best layout of one program, from a captured loss and a cluster.
 
-It checks that the plan can obey the marks, and searches. ``spmd_plan`` then makes the
-plan.
+The module checks that a plan can obey the marks, and searches. ``spmd_plan`` then makes
+the plan.
 
 The module is long because ``ProgramSearches`` tries the programs of a loss in an order
 in which each search bounds the next ones.
@@ -192,9 +192,9 @@ def searches(
     """Returns the finished searches of the programs that may have the best plan.
 
     For each kind of attention and number of chunks, the least remat comes first. Remat
-    costs time and saves memory. So more remat cannot help if every layout fits with the
-    fewest micro-batches, or if a layout that fits is faster than all layouts that do
-    not.
+    costs time and saves memory. So more remat cannot help in two cases: every layout
+    fits with the fewest micro-batches, or a layout that fits is faster than all layouts
+    that do not fit.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -241,7 +241,7 @@ class ProgramAnalyses:
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
-        # If there are no blocks or chunks without remat, remat is not traced.
+        # If the loss has no blocks or chunks, one trace without remat shows it.
         for policy in dict.fromkeys(((), remat)):
             graph = self.again(policy, attention, chunks)
             rings = any(op.kind == ATTENTION for op in graph.ops)
@@ -330,11 +330,11 @@ class ProgramSearches:
         return last if best is None else best.attention
 
     def gains(self, search: Search) -> bool:
-        """Returns whether a plan would be fastest if it did not lack memory.
+        """Returns whether another program may have a better plan than this search.
 
-        Only then can another program have the best plan, as its options save memory and
-        cost time. Another program may also have state that the user asked to offload
-        and this one lacks.
+        Other programs save memory and cost time. So they can be better only if a fast
+        layout of this program lacks memory, or if this program has no values that the
+        user asked to offload.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
@@ -342,7 +342,7 @@ class ProgramSearches:
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Searches all remat policies for one choice of attention and chunks."""
-        # Replicas and stages are searched many times, and some of them fit.
+        # Replicas and stages are searched in many sizes, of which some fit.
         first_of_all = not (self.found or self.request.is_part)
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
@@ -527,8 +527,9 @@ themselves.
 """
 
 FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
-"""Largest number of sets of sharded dimensions to try with sequence parallelism: before
-each program's best plan is known, and in a stage or replica.
+"""Largest number of sets of sharded dimensions to try with sequence parallelism. The
+first number is for full models, whose last round tries all sets. The second is for
+stages and replicas.
 """
 
 

@@ -65,8 +65,8 @@ class SegmentOperations:
     Attributes:
         units: Program as a list of units.
         analysed: Graph of the program, with its logical dimensions.
-        borders: Cut points in order, one before each segment but the first. Each is
-            named after the first parameter that its segment is the first to read.
+        borders: Cut points in order, one before each segment but the first. Each has
+            the name of the first parameter that its segment reads and no earlier one.
         at: Unit at which each segment but the first starts.
     """
 
@@ -165,7 +165,7 @@ class Segments:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """Seconds of each segment's passes, forward and backward, of a micro-batch."""
+        """Seconds of one micro-batch's forward and backward pass in each segment."""
         rows, spots = self.folded.rows, self.folded.spots
         s, result = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
@@ -242,7 +242,7 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Returns each segment's static bytes; first readers own parameters."""
+        """Returns each segment's static bytes. Parameters are in their first reader."""
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
         units = self.folded.units
@@ -486,9 +486,9 @@ class ModelCuts:
     def _segments(
         self, lying: tuple[StageDevices, ...], request: Request, stages: int
     ) -> dict[str, Segments]:
-        """Returns the segments of the model on each kind of device.
+        """Returns the segments of the model by kind of device.
 
-        On all kinds they have the mesh and ZeRO stage of the kind with least memory.
+        All kinds have the mesh and ZeRO stage of the kind with least memory.
         """
         segments = {}
         for ground in by_memory(lying):

@@ -84,8 +84,8 @@ def _sent_ahead(collectives: Sequence[Collective], s: CostSetting) -> dict[str, 
 def _weight_share(graph: Graph) -> float:
     """Returns the fraction of the backward pass's products that can be postponed.
 
-    They are weights' gradients outside loops and checkpointed regions, as the backward
-    pass of such a region is one operation.
+    They are products of weights' gradients outside loops and checkpointed regions. The
+    backward pass of a loop or region is one operation.
     """
     weight = graph.weight_tensors()
     late = whole = 0

@@ -2,8 +2,8 @@
 
 With ZeRO-1, each replica stores and updates an equal slice of each parameter's
 optimizer state, whatever its share of micro-batches. Then all replicas gather the
-parameters. State without a divisible dimension, or that the optimizer needs unsharded,
-is replicated.
+parameters. State is replicated if it has no divisible dimension, or if the optimizer
+needs it unsharded.
 """
 
 from __future__ import annotations
@@ -365,11 +365,11 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
         held, remedy = most, "Take a smaller batch, more micro-batches, more devices, "
         if most >= count:  # other shares fit
             held = sum(map(min, nearest.shares, nearest.most))
-            remedy = "Leave shares= out, which follow memory then, take more devices, "
+            remedy = "Leave shares= out to follow memory, take more devices, "
         text = (
             f"memory holds {held} of {count_text(count, 'micro-batch')} "
-            f"({nearest.layout}): with "
-            f"{share} of them, and what replicas exchange, {device.name} needs "
+            f"({nearest.layout}): with {share} of them, and buffers to exchange "
+            f"gradients, {device.name} needs "
             f"{gigabytes(int(device.needs(share)))} {short}. {remedy}or a mesh with "
             "more devices in a replica"
         )

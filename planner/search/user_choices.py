@@ -38,9 +38,9 @@ class PipelineConstraints:
             known: Names of the supported schedules.
 
         Raises:
-            PlanError: Arguments and marks contradict each other (lists every pair), the
-                schedule is not supported, or the batch does not divide into the number
-                of micro-batches.
+            PlanError: Arguments and marks contradict each other, the schedule is not
+                supported, or the micro-batches do not divide the batch. Lists every
+                contradiction.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}

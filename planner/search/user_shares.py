@@ -1,9 +1,9 @@
 """Checks requested shares, and compares the samples that devices compute at a time.
 
 ``num_micro_batches`` divides the global batch. With shares, each replica computes whole
-micro-batches; without shares, all replicas divide each micro-batch. So with one fixed
-number, plans for several clusters may differ in the samples that a device computes at a
-time, and therefore in its efficiency.
+micro-batches. Without shares, all replicas divide each micro-batch. So with one fixed
+number, a device may compute more samples at a time on one cluster than on another, and
+more efficiently.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def check_shares(
 
 @contextlib.contextmanager
 def said_of(what: str) -> Iterator[None]:
-    """Adds a prefix to errors of its body that concern only some devices.
+    """Returns a context that adds a prefix to the errors of its body.
 
     Args:
-        what: Text of the prefix.
+        what: Text of the prefix, such as the devices to which the body applies.
 
     Raises:
-        PlanError: The body raised it; the message has the prefix.
+        PlanError: The body raised one; the message has the prefix.
     """
     try:
         yield
@@ -146,7 +146,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
-    """Returns a plan for another cluster, with the note on its micro-batches if due.
+    """Returns a plan for another cluster, with ``unlike_note`` where it applies.
 
     Args:
         before: Original plan.

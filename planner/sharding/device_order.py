@@ -1,11 +1,13 @@
 """Orders a plan's devices by traffic, if the rate of every link is known.
 
-Levels describe groups of devices, but not which pairs share a fast link. If a cluster
+A cluster's levels do not say which pairs of devices share a fast link. If the cluster
 lists the rate of every link, mesh ranks that exchange many bytes get devices with fast
-links. This is a quadratic assignment problem. For at most eight devices, all placements
-are compared. For more, each rank in turn gets the free device that is cheapest with the
-ranks placed so far. Then pairs of ranks swap devices as long as that helps. The
-cluster's order, improved in the same way, is used if it is better.
+links. This is a quadratic assignment problem.
+
+For at most eight devices, all placements are compared. For more, each rank in turn gets
+the free device that is cheapest with the ranks placed so far. Then pairs of ranks swap
+devices as long as that helps. The cluster's own order is improved by swaps too, and the
+better result is used.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ EXACT_DEVICES: Final = 8
 """Largest number of devices for which all placements (40,320) are compared."""
 
 _LEAST_SWAP_GAIN: Final = 1e-12
-"""Smallest gain of a swap, as a fraction. Smaller gains are rounding errors, and swaps
-might never end.
+"""Smallest gain of a swap, as a fraction. Smaller gains may be rounding errors, with
+which swaps might never end.
 """
 
 
@@ -119,7 +121,7 @@ def _orders(count: int) -> Order:
 
 
 def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
-    """Places the rank with most traffic to placed ranks next."""
+    """Places the ranks in turn, next the one with most traffic to placed ranks."""
     both = traffic + traffic.T
     order = np.full(len(traffic), -1, np.intp)
     free = np.ones(len(traffic), bool)
@@ -158,7 +160,7 @@ def _gains(traffic: Matrix, links: Matrix) -> Matrix:
     # Cost of rank r on the device of rank s, if all others stay.
     pays = traffic @ links.T + traffic.T @ links
     now = np.diag(pays)
-    # Both ends of the pair's own link move, so its cost is computed separately.
+    # A swap moves both ends of the pair's own link, whose cost is computed separately.
     own = traffic * links + traffic.T * links.T
     swapped = traffic * links.T + traffic.T * links
     # In pays[r, s], the partner s is still on its old device, with a free link to
@@ -180,9 +182,9 @@ _LEAST_GAIN = 1e-3
 def ordered(plan: P) -> P:
     """Returns the plan with its devices placed by traffic, or unchanged.
 
-    Plans with a program per stage, unequal shares or several device kinds keep the
-    cluster's order, as the work of a rank depends on its device. Plans that leave
-    devices idle or have more than ``MOST_DEVICES`` keep it too.
+    The cluster's order stays if the work of a rank depends on its device: with a
+    program per stage, unequal shares or several device kinds. It also stays if the plan
+    leaves devices idle or has more than ``MOST_DEVICES``.
 
     Args:
         plan: Plan on a cluster with or without links.

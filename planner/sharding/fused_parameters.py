@@ -1,9 +1,9 @@
 """Fused parameters, of which a dimension is split by their readers.
 
 A kernel ``[embed, 3 · heads]`` is read as ``[embed, 3, heads]``. An axis that shards
-the heads cannot shard the kernel along them, because they are the minor part of a
-dimension. So it shards another dimension of the stored kernel, which the computation
-does not shard. One exchange converts between the two layouts.
+the heads cannot shard the stored kernel along them, because they are the minor part of
+a dimension. So the axis shards another dimension of the stored kernel. One exchange
+converts between the two layouts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ParameterForms:
     Attributes:
         weight: Whether each tensor depends on parameters alone.
         fused: Sharding of each fused parameter and of its forms, by tensor id. A value
-            of several parameters is a form of the largest.
+            computed from several parameters is a form of the largest.
         minor: Roles that are only the minor part of a dimension for some reader.
         storage: Shardable roles of the parameters; those with most bytes come first.
     """
@@ -98,8 +98,8 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
     """Returns the fused dimensions at which parameters may be split.
 
     A dimension is fused if its major part is an index of components, such as query, key
-    and value. Readers select from such an index, and no product sums over it.
-    Parameters that are split before all readers are left out.
+    and value. Readers select from the index, and no product sums over it. Parameters
+    that are split before every reader are left out.
 
     Args:
         graph: Captured loss.
@@ -121,16 +121,16 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
 def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     """Finds reshapes of values that make a dimension the minor part of another.
 
-    ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and ``[time,
-    batch, ...]`` to ``[time · batch, ...]`` hides the batch. Readers cannot be sharded
-    along a hidden dimension.
+    A reshape of ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads. A
+    reshape of ``[time, batch, ...]`` to ``[time · batch, ...]`` hides the batch.
+    Readers cannot be sharded along a hidden dimension.
 
     Args:
         graph: Captured loss.
 
     Returns:
-        Positions of the reshapes, and the number of operations for which a shardable
-        dimension is only a minor part. The number is 0 if no reshape hides a dimension.
+        Positions of the reshapes, and the number of operations that have a shardable
+        dimension only as a minor part.
     """
     weight = graph.weight_tensors()
     made = (op for op in graph.ops if op.reshape and op.operands)
@@ -158,8 +158,7 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
 def computed_whole(
     graph: Graph, dims: Dimensions, sharded: Set[int]
 ) -> dict[int, tuple[Op, int]]:
-    """Returns operations in which a sharded dimension is only the minor part of
-    another.
+    """Returns operations that have a sharded dimension only as a minor part.
 
     Args:
         graph: Captured loss.
@@ -167,7 +166,7 @@ def computed_whole(
         sharded: Roles that some mesh axis shards.
 
     Returns:
-        (First of these operations, their number), by role.
+        (First such operation, number of them), by role.
     """
     whole: dict[int, tuple[Op, int]] = {}
     for op, roles in _hiding(graph, _minor_only_roles(dims, graph.weight_tensors())):
@@ -178,7 +177,6 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """Returns each value's shardable roles that are only minor parts."""
     return [
         frozenset()
         if weight[t]
@@ -229,7 +227,6 @@ def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[in
         mine = [t for t in op.operands if t in source]
         made = [t for t in op.results if weight[t]]
         if mine and made:
-            # A tensor of several parameters counts as a form of the largest.
             largest = max(mine, key=lambda t: graph.tensors[t].nbytes)
             source.update(dict.fromkeys(made, source[largest]))
         tie = op.kind in LOOPS and not op.results

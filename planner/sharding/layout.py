@@ -102,7 +102,7 @@ def axis_roles(
 
 @functools.lru_cache(maxsize=2**12)
 def major_dims(layout: Layout) -> Mapping[int, int]:
-    """Returns the first dimension of which each role is the major atom, by role.
+    """Returns the first dimension in which each role is the major one, by role.
 
     Args:
         layout: Roles in each dimension, major role first.

@@ -1,14 +1,13 @@
 """Constraints of the user: ``split(axis=…)``, axes in metadata, and marked devices.
 
-Such hints name a dimension that an axis must shard. They are checked before the search,
-which reports all problems at once: unknown names, dimensions that cannot be sharded,
-and contradictory hints.
+The first two name a dimension that an axis must shard. They are checked before the
+search, and all problems are reported at once: unknown names, dimensions that cannot be
+sharded, and contradictory hints.
 
-Whale's virtual devices are the numbers of devices that marked TaskGraphs use. Devices
-are assigned in sequence, and each stage has its own. TaskGraphs outside stages share
-devices, so a replicated backbone and a split head are on the same ones. The number of
-all devices over that of one replica is the degree of data parallelism around the model
-(Jia et al., Whale, USENIX ATC 2022, section 3.2.1).
+Marks can give the number of devices of a TaskGraph, Whale's virtual devices (Jia et
+al., USENIX ATC 2022, section 3.2.1). Each stage has devices of its own. TaskGraphs
+outside stages share devices, for instance a replicated backbone and a split head. The
+model is replicated over the remaining devices.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class _Places:
     Attributes:
         needed: Number of devices of one replica.
         has_stages: Whether stages are marked.
-        widths: Number of devices by stage. The empty key is for TaskGraphs outside
-            stages: the full replica, or one stage if no stage is marked.
+        widths: Number of devices by stage. The empty key has the number of TaskGraphs
+            outside stages: that of the replica, or of one stage if none is marked.
     """
 
     needed: int
@@ -125,8 +124,7 @@ def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) 
         stages: Number of stages of a pipeline without marked stages; default: 1.
 
     Returns:
-        Number of devices divided by those of one copy if a mark gives a number, else 1,
-        which is no limit.
+        Number of devices over that of one copy, or 1 if no mark gives a number.
     """
     if not _says_devices(task_graphs):
         return 1
@@ -228,8 +226,8 @@ NO_WEIGHTS = {
         SPATIAL_AXES, "which shards the space of activations. Drop that name"
     ),
 }
-"""Advice for mesh axes that metadata cannot fix for a weight, by axis. ``name`` is the
-model's own name of the axis.
+"""Effect and remedy of mesh axes that metadata cannot fix for a weight, by axis.
+``name`` is the model's own name of the axis.
 """
 
 NO_LAYERS = (
@@ -350,8 +348,8 @@ def mark_pins(
 def role_names(role: Role) -> list[str]:
     """Returns the names that a user may write for a role: logical names, then leaves.
 
-    A dimension of a leaf is written as its path and index, ``head.kernel.1``. The part
-    up to the number of a repeated layer may be omitted.
+    A leaf's dimension is written as path and index, such as ``head.kernel.1``. In
+    repeated layers, the part up to the number of the layer may be omitted.
     """
     names = []
     for alias in dict.fromkeys((*role.aliases, role.name)):
@@ -415,8 +413,8 @@ def metadata_pins(
 ) -> FixedAxes:
     """Returns the dimensions for which metadata fixes the axis.
 
-    If two dimensions of one operation name the same axis, the computation shards the
-    one with more bytes.
+    If metadata fixes one axis for two dimensions of an operation, the computation
+    shards the one with more bytes.
 
     Args:
         graph: Captured loss.
@@ -478,8 +476,8 @@ def _kept_pins(
 ) -> tuple[AxisConstraint, ...]:
     """Returns the constraints of a TaskGraph that one layout can obey.
 
-    The others apply only to storage, and are added to ``stored``. ``places_of`` has
-    (tensor id, dimension, origin of the request) of each constraint.
+    Other constraints apply only to storage, and are added to ``stored``. ``places_of``
+    has (tensor id, dimension, origin of the request) tuples by constraint.
     """
 
     def nbytes(pin: AxisConstraint) -> int:
@@ -541,8 +539,9 @@ def check_together(
             same = one.axis == other.axis or None in (one.axis, other.axis)
             if clash and same:
                 problems.add(
-                    f"{one.where}, and {other.where}: both are in one operation, along "
-                    "one of which an axis can shard it. Drop one of the two"
+                    f"{one.where}, and {other.where}: both dimensions are in one "
+                    "operation, which an axis can shard along only one. Drop one of "
+                    "the two"
                 )
 
 
@@ -554,7 +553,7 @@ def pinned_axes(graph: Graph) -> frozenset[str]:
 def unplanned_pins(
     graph: Graph, mesh: Mapping[str, int], *, stages: bool = False
 ) -> list[str]:
-    """Returns notes on axes in the metadata that shard nothing because a size is 1.
+    """Returns notes on metadata without an effect: its axis or dimension has size 1.
 
     Args:
         graph: Captured loss.

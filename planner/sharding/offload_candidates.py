@@ -1,6 +1,6 @@
-"""Finds values that may be offloaded: of checkpointed regions, and parameters.
+"""Finds what may be offloaded: values of checkpointed regions, and parameters.
 
-The planner counts these values, and the lowering moves them. The module also computes
+The planner counts their bytes, and the lowering moves them. The module also computes
 the transfer time that does not overlap with computation.
 """
 
@@ -21,7 +21,7 @@ decoder layers do of the encoder's output.
 
 
 FORMS = ("convert_element_type", "reshape")
-"""Operations on full parameters that may instead run on slices on the device, if the
+"""Operations on full parameters that run on slices on the device instead, if the
 parameters are in host memory.
 """
 
@@ -87,9 +87,8 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
 
     They may be in host memory, from which each iteration fetches its slices. Parameters
     whose slices are vectors are left out, as they need separate transfers and save
-    little. So are slices that enter an inner loop or branch: they would be copied or
-    sliced again, which compilers cannot do in host memory.
-    sliced again, which compilers cannot do in host memory.
+    little. So are parameters whose slices enter an inner loop or branch: compilers
+    would copy or slice them in host memory, which they cannot.
 
     Args:
         graph: Captured loss.

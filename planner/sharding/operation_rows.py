@@ -39,8 +39,8 @@ class Repeats:
         in_region: Whether the operation is in a checkpointed region.
         around_loop: Whether the region contains the full loop of the operation, which
             then runs again before the backward loop.
-        mergeable: Whether the region receives the operand, or computes it from its
-            inputs without a sum over devices that the compiler adds.
+        mergeable: Whether the region receives the operand, or computes it without a sum
+            over samples or space. Compilers can then merge exchanges of both passes.
     """
 
     runs_again: bool
@@ -61,7 +61,7 @@ def repeats(
     """Returns the loops and checkpointed regions around one operation.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
         dims: Logical dimensions of the loss.
         maker: Index of the operation that produces each tensor, or None.
         again: Whether the backward pass recomputes each operation.
@@ -237,8 +237,7 @@ class Row:
     def cost_key(self) -> Hashable:
         """Key of rows that may differ only in TaskGraph and scope.
 
-        It compares parts by identity, so it is valid only among the rows of one
-        program.
+        Fields are compared by identity, so keys are valid only within one program.
         """
         parts = [getattr(self, name) for name in _COMPARED]
         return tuple([x if isinstance(x, int | str) else id(x) for x in parts])
@@ -284,7 +283,7 @@ class Flow:
         reduced: Roles that the producer sums over.
         parameter: Whether the producer reads parameters alone.
         uses: Readers of the value, in program order.
-        fused: Sharding of a fused value before it is read, if it differs; or None.
+        fused: Sharding of a value that its readers split; None for any other value.
         count: Number of such values in one forward pass.
         remat: Whether the producer runs again in the backward pass.
         read_remat: Whether a reader runs again, so that reshards are repeated.

@@ -1,9 +1,8 @@
 """Layouts of parameters, gradients and optimizer state, in computation and storage.
 
-Storage has a rule of its own besides the compute tables: ZeRO and FSDP shard
-parameters, gradients and optimizer state over axes along which the computation divides
-the batch. All parameters try logical dimensions in one order, most bytes first. So the
-result is like a table of rules.
+ZeRO and FSDP shard stored parameters, gradients and optimizer state over axes along
+which the computation divides the batch. All parameters try logical dimensions in one
+order, those with most bytes first.
 
 The module is long because everything that layouts need about a parameter comes from the
 operations that read it.
@@ -52,7 +51,7 @@ class OptimizerBytes:
         by_path: Bytes of state per parameter, by its path.
         other_bytes: Bytes of all other state.
         operations: Number of roots, quotients and the like per element in an update.
-            They take longer than the memory access on CPUs.
+            On CPUs, they take longer than the memory access.
     """
 
     by_path: Mapping[str, int]
@@ -103,7 +102,7 @@ class LeafGroup:
         chunked: Whether the gradient is summed over chunks of tokens, in the stored
             dtype.
         optimizer_bytes: Bytes of optimizer state of one parameter.
-        operations: Attribute ``OptimizerBytes.operations`` of one parameter.
+        operations: Number of roots, quotients and the like in one parameter's update.
     """
 
     shape: tuple[int, ...]
@@ -147,9 +146,8 @@ class LeafGroup:
 
         Args:
             compiler: Compiler of the program.
-            selected: Whether its rows are sharded, or an array over meshes; default:
-                False. Rows are looked up before any product, so they move in the stored
-                dtype.
+            selected: Whether looked-up rows are sharded, or an array over meshes;
+                default: False. Such rows move in the stored dtype.
         """
         if not self.multiplied or not compiler.narrow_products:
             return self.nbytes / 1
@@ -378,11 +376,11 @@ def _count_equal_groups(
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
     """Returns the number of gathers of each parameter in a micro-batch.
 
-    It holds for parameters that are stored in shards. Every product gathers a copy of
-    its own, and again for its backward pass if the other operand needs a gradient.
-    Other readers share one saved copy. A checkpointed region gathers again what its
-    backward pass reads. A table that is looked up and multiplied is gathered in two
-    forms, as the compiler transposes shards.
+    The parameters are stored in shards. Every product gathers a copy of its own, and
+    another in its backward pass if the other operand needs a gradient. Other readers
+    share one saved copy. A checkpointed region gathers again what its backward pass
+    reads. A table that is looked up and multiplied is gathered in two forms, as the
+    compiler transposes shards.
     """
     gathers: Counter[int] = Counter()
     shared: dict[tuple[int, int | None], bool] = {}
@@ -398,7 +396,7 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
         )
         for t in {t for t in op.operands if weight[t]}:
             if op.regathers and op.remat is None:
-                # The backward pass of a chunked product follows at once: one gather.
+                # The backward pass of a chunk follows at once, so one gather suffices.
                 gathers[t] += 1 + (others and op.chunks == 1)
                 continue
             again = others and op.remat is not None and op.kind not in LINEAR
@@ -474,11 +472,11 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
 
 
 NARROW = 512
-"""Number of columns below which storage shards only the rows of lookup tables.
+"""Number of columns below which storage shards the columns of lookup tables last.
 
 A shard of the columns would not fill the lanes of a TPU. To add a gradient, compilers
-write the table and its optimizer state with 128 columns, as each row is contiguous in
-memory. So 16 columns take 8 times their bytes (libtpu 0.0.42, v5e).
+pad each row of the table and of its optimizer state to 128 columns. So 16 columns take
+8 times their bytes (libtpu 0.0.42, v5e).
 """
 
 

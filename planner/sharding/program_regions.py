@@ -3,10 +3,10 @@
 - Precision: some TaskGraphs compute in 16 bits, the others in the model's own dtypes.
   The captured program has the dtype in which each parameter is read. This dtype sets
   the bytes that are gathered and stored.
-- Attention in blocks (ring): keys and values go round a ring of devices, and one block
-  of scores is in memory at a time, which the backward pass recomputes. Without it, keys
-  and values of a sharded sequence are gathered, and all scores of a device's rows are
-  in memory.
+- Attention in blocks (ring): keys and values go round a ring of devices. One block of
+  scores is in memory at a time, and the backward pass recomputes it. Other attention
+  gathers keys and values of a sharded sequence, with all scores of a device's rows in
+  memory.
 - Remat: a region is a run of equations of one TaskGraph in one repeated layer, inside
   one ``jax.checkpoint``. Equations with the policy ``none``, and equations that the
   user has wrapped in ``jax.checkpoint``, are in no region.
@@ -77,14 +77,14 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
 
 
 def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
-    """Returns the bytes of parameters in the widest dtype in which they are read.
+    """Returns parameters' bytes in the widest dtype as read, over their stored bytes.
 
     Args:
         graph: Captured loss.
         weight: Whether each tensor depends on parameters alone.
 
     Returns:
-        Bytes divided by the stored bytes, by tensor id; above 1 for quantised weights.
+        Ratio by tensor id; above 1 for quantised weights.
     """
     widest: dict[int, float] = {}
     for op in reversed(graph.ops):
@@ -183,8 +183,8 @@ def check_rings(
 def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
     """Returns the positions of the attention that runs in blocks.
 
-    Attention runs in blocks if that is chosen for its TaskGraph, its queries and keys
-    belong to one sequence, and no operand depends on parameters alone.
+    Attention runs in blocks if ``kinds`` chooses that for its TaskGraph. Its queries
+    and keys must belong to one sequence, and no operand may depend on parameters alone.
 
     Args:
         graph: Captured loss with each attention as one operation.
@@ -316,11 +316,11 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Jaxpr with the layers in sequence, or whose iterations are the layers.
+    """Jaxpr with the layers in sequence, or loop body whose iterations are the layers.
 
     ``ops`` has the operations inside each equation that computes values. ``starts`` has
-    the first equation of each layer, and the end of the last. ``parts`` says whether
-    the layers are parts of a model without repeated layers.
+    the first equation of each layer, and the end of the last layer. ``parts`` says
+    whether the layers are parts of a model without repeated layers.
     """
 
     graph: Graph
@@ -384,7 +384,7 @@ class _Level:
                 layer += 1
                 before = (layer, before[1])
             ops = self.ops.get(index, ())
-            # Checkpoints of the user stay unchanged. So do loops outside layers, whose
+            # Checkpoints of the user stay unchanged. So do loops outside layers: their
             # recomputation would save the residuals of all iterations.
             loops = self.parts and any(op.trip > 1 for op in ops)
             if loops or any(op.remat is not None for op in ops):
@@ -444,7 +444,7 @@ class _Level:
         crossing = self._border_bytes()
         first = min(self.ops)
         shifts = range(-min(period // 2, self.starts[0] - first), (period + 1) // 2)
-        # The second bound stands for all, as values at the first may be wider.
+        # Values at the first bound may be wider, so the second represents all bounds.
         border = self.starts[min(1, len(self.starts) - 2)]
         shift = min(shifts, key=lambda s: (crossing.get(border + s, 0), abs(s)))
         last = min(self.starts[-2] + period, max(self.ops) + 1)

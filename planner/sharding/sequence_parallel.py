@@ -64,12 +64,12 @@ def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset
 def split_between(
     graph: Graph, dims: Dimensions, shared: frozenset[int]
 ) -> SequenceSplit:
-    """Moves operations on the batch without some roles to TaskGraphs of their own.
+    """Moves operations on the batch without the roles ``shared`` to other TaskGraphs.
 
     Args:
         graph: Captured loss with experts in TaskGraphs of their own.
         dims: Logical dimensions of the loss.
-        shared: Roles that ``tensor`` shards, and which those operations do not have.
+        shared: Roles that ``tensor`` shards in products.
     """
     return SequenceSplits(graph, dims).of(shared)
 
@@ -133,7 +133,7 @@ class SequenceSplits:
 
 
 def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
-    """Returns (operation on weights alone, first reader), the last first."""
+    """Returns (operation on weights alone, first reader) pairs, the last one first."""
     weight = graph.weight_tensors()
     reader: dict[int, int] = {}
     weight_only_ops = []

@@ -1,7 +1,7 @@
 """Number of shards of tensors and parameters, for one mesh or arrays of meshes.
 
-Memory and traffic depend only on the number of shards of each dimension, and on the
-mesh axes of these. For one mesh, they follow from the layout (``layout.spec_of``). For
+Memory and traffic depend only on the number of shards of each dimension and on the mesh
+axes that shard it. For one mesh, both follow from the layout (``layout.spec_of``). For
 arrays of meshes, masks apply the same rule, as each mesh may divide other dimensions.
 """
 
@@ -70,7 +70,7 @@ class ShardCounts:
 
 
 def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
-    """Returns whether each mesh axis shards only the second of two layouts.
+    """Returns whether each mesh axis shards a tensor only in the second of two layouts.
 
     Args:
         before: First layout.
@@ -208,7 +208,7 @@ class _ShardCountsBuilder:
         return ShardCounts(tuple(self.per_dim), self.axes)
 
     def take(self, axis: str, dim: int, length: int, size: Any, may: Any) -> Any:
-        """Shards a dimension over an axis where possible; returns where."""
+        """Shards a dimension over an axis where possible, and returns where it did."""
         more = self.per_dim[dim] * size
         hit = may & (length % more == 0)
         if hit.any():
@@ -288,14 +288,14 @@ def _group_shard_counts(
 
 
 def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
-    """Returns whether ``fsdp`` shards another dimension of a leaf than its metadata.
+    """Returns whether ``fsdp`` shards another dimension of a leaf than metadata fixes.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
         cuts: Shard counts of each group of parameters.
 
     Returns:
-        Boolean, or an array over meshes. It is valid where ``fsdp`` is above 1.
+        Boolean, or an array over meshes; valid if the size of ``fsdp`` is above 1.
     """
     ignores: Any = False
     for (group, _), cut in zip(facts.groups, cuts, strict=True):
@@ -308,7 +308,7 @@ def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
 def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str) -> Any:
     """Returns the fraction of parameter bytes that a storage axis shards, by mesh.
 
-    For ``data``, only trained parameters count, as it shards no others.
+    For ``data``, only trained parameters count, as the axis shards no others.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.

@@ -44,7 +44,7 @@ MOST_SETS = 32
 
 MOST_TRIED = 4096
 """Largest number of independent sets to try for a TaskGraph. Models with very many
-different layers have more; the greedy set by bytes of weights is always tried.
+different layers have more sets. The greedy set by bytes of weights is always tried.
 """
 
 
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def obliged(self) -> bool:
-        """Whether it is a ``split`` with some dimension that can be sharded."""
+        """Whether the strategy is ``split`` and some dimension can be sharded."""
         return self.strategy == "split" and bool(self.sets or self.experts)
 
     def pinned_to(self, axis: str) -> frozenset[int]:
@@ -370,8 +370,8 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
     """Returns the roles that occur twice in an operation, as attention's sequence.
 
-    Roles of weights that products read are excluded. If two such roles occur in one
-    operation, as the sequences of an encoder and a decoder, the longer one is returned.
+    Roles of weights that products read are excluded. If two sequences occur in one
+    operation, as those of an encoder and a decoder, only the longer one is returned.
     """
     batch = {r.index for r in dims.batch}
     meeting = meeting_in_values(graph, dims, rows.weight)
@@ -407,9 +407,9 @@ def _independent(
     weight: Mapping[int, int],
     pins: Sequence[AxisConstraint],
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns maximal sets of roles that never occur together, and every role alone.
+    """Returns sets of roles that never occur together: maximal ones, and single roles.
 
-    Every set includes the dimensions that the user names, except for another axis.
+    Every set includes the dimensions that the user names for ``tensor`` or any axis.
     """
     asked = {p.role for p in pins if p.axis in (None, "tensor")}
     elsewhere = {p.role for p in pins if p.axis == "expert"}

@@ -316,8 +316,8 @@ def test_metadata_against_the_dimension_that_a_mark_names() -> None:
     assert refused(graph) == (
         "the hints cannot be obeyed: 1 problem\n"
         "  1. split: split(axis='head.kernel.1'), and head.kernel dim 0: its metadata "
-        "shards it over tensor: both are in one operation, along one of which an axis "
-        "can shard it. Drop one of the two"
+        "shards it over tensor: both dimensions are in one operation, which an axis "
+        "can shard along only one. Drop one of the two"
     )
 
 

@@ -354,8 +354,8 @@ def test_metadata_against_the_dimension_of_a_mark() -> None:
     assert text == (
         "the hints cannot be obeyed: 1 problem\n"
         "  1. split: split(axis='up.kernel.0'), and up.kernel dim 1: its metadata "
-        "shards it over tensor: both are in one operation, along one of which an axis "
-        "can shard it. Drop one of the two"
+        "shards it over tensor: both dimensions are in one operation, which an axis "
+        "can shard along only one. Drop one of the two"
     )
 
 
@@ -420,8 +420,8 @@ def test_metadata_on_a_dimension_that_no_axis_divides() -> None:
         odd = nnx.eval_shape(lambda axis=axis: Odd(axis, nnx.Rngs(0)))
         assert refused(loss, odd) == (
             "no layout of 8 devices serves this model: 1 problem\n"
-            f"  1. up.kernel dim 1: its metadata shards it over {axis}, and none of "
-            "its sizes here (2, 4, 8) divides 45. Pad it to 46, or drop that name"
+            f"  1. up.kernel dim 1: its metadata shards it over {axis}, and no size of "
+            f"{axis} here (2, 4, 8) divides 45. Pad it to 46, or drop that name"
         )
 
 

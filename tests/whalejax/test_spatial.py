@@ -528,8 +528,8 @@ def test_a_halo_wider_than_a_part() -> None:
     job = one_net(lambda p, x: convolved(x, p["k7"]))
     text = refused(job, {"width": 6})
     assert (
-        "conv_general_dilated needs 3 of a neighbour, and with width 6 each has 2 of "
-        "12: take width 3, or a larger extent"
+        "conv_general_dilated reads 3 elements of a neighbour, but with width 6 each "
+        "device has 2 of 12: take width 3, or a larger extent"
     ) in text
 
 

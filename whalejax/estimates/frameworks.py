@@ -28,34 +28,34 @@ class Framework:
         words: Words that name the framework in tables; see ``framework``.
         compiled: Whether the step is one program on the device. If not, a host launches
             every operation. A row may say otherwise under ``compile``.
-        xla: Whether its programs are compiled by XLA, as they always are then.
+        xla: Whether XLA compiles the step; a row cannot change this.
         flash: Whether attention is one kernel that keeps its scores on chip.
         overlaps_gradients: Whether gradient reduction overlaps with the backward pass.
         overlaps_layers: Whether tensor- and context-parallel collectives overlap with
             products, in chunks.
-        interleaves: Whether recipes divide a stage into chunks of one or two layers. A
-            row may say otherwise.
+        interleaves: Whether published recipes divide a stage into chunks of one or two
+            layers. A row may say otherwise.
         sequence_parallel: Whether tensor parallelism shards the sequence. A row may say
             otherwise.
         zero: ZeRO stage over data-parallel devices. A row may say otherwise.
         remat: Remat policy; None for as much as needed. A row may say otherwise.
-        selective: Remat policy that is called "selective".
+        selective: Remat policy that the framework calls "selective".
         flops: Way to count FLOPs.
         dtype: Dtype of products. A row may say otherwise.
         gradient_bytes: Bytes of one parameter's gradient in the reduction. XLA reduces
             the results of products, in their dtype.
         fused_accumulation: Whether products of weights' gradients add to the gradients
             of earlier micro-batches.
-        eager: Whether masks of attention without a kernel, RMSNorm, rotary embeddings
-            and gates are single operations, each launched unless the step is compiled.
-        tuned: Whether products have a separately fitted efficiency. Megatron-LM's
-            layers before attention kernels multiplied faster than others, for an
-            unknown reason.
+        eager: Whether RMSNorm, rotary embeddings, gates, and masks of attention without
+            a kernel are launched as single operations if the step is not compiled.
+        tuned: Whether products have a separately fitted efficiency. In Megatron-LM from
+            before attention kernels, products were faster than in other frameworks, for
+            an unknown reason.
         grouped: Whether attention supports fewer heads of keys than of queries.
-        fused_loss: Whether the loss is one kernel that reads logits in their own dtype;
-            always true for compiled steps.
+        fused_loss: Whether the loss is one kernel that reads logits in their own dtype.
+            A compiled step always has such a kernel.
         pads_vocabulary: Whether the vocabulary is padded to a multiple of 128 per rank
-            that shards it. If not, ranks have the remainder of the division.
+            that shards it. If not, it is rounded down to a multiple of the ranks.
         dropout: Whether models have dropout of attention weights and residual inputs.
         attention_generation: Generation of devices for which the attention kernel was
             written: 7 before Ampere, 8 Ampere, 9 Hopper and later.
@@ -94,7 +94,7 @@ class Framework:
 
 
 MEGATRON = "megatron"
-"""Word of the framework that has several versions, by year and authors."""
+"""Word for Megatron-LM, whose versions differ by year and authors."""
 
 FRAMEWORKS = (
     Framework(
@@ -318,8 +318,8 @@ def framework(source: str, place: str = "") -> Framework:
     """Returns the framework of a row.
 
     The words of a framework may be anywhere in the text, with blanks, brackets, commas
-    or nothing instead of hyphens. Of several frameworks the last counts, so
-    ``jax-toolbox-maxtext`` is MaxText. Of several that end together, the longest
+    or nothing instead of hyphens. If a text names several frameworks, the last counts:
+    ``jax-toolbox-maxtext`` is MaxText. Of words that end at the same place, the longest
     counts. A year or authors in the text choose the version of Megatron-LM.
 
     Args:

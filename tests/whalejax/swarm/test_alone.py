@@ -165,9 +165,7 @@ def test_a_run_whose_last_state_is_lost_does_not_end_as_if_all_were_well(
     monkeypatch.setattr(trainer, "_one", one)
     run = trainer.run()
     assert next(run)[0] == 1
-    with pytest.raises(
-        wh.WhaleError, match="step 1, the last, is done, and no peer gave"
-    ):
+    with pytest.raises(wh.WhaleError, match="step 1, the last, is done, and no peer"):
         next(run)
 
 
