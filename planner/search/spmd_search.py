@@ -137,11 +137,8 @@ def decided_on(
     searched = every.found
     fits = [s for _, one in searched for s in one.scored if s.fits]
     fitting = ranked(fits if request.is_part else _without_needless(fits))
-    if request.sequence_parallel and not any(one.scored for _, one in searched):
-        raise PlanError(_no_sequence(searched[0][1]))
     if not fitting:
-        looked = [search for _, search in searched]
-        raise refusal(looked, open_remat=request.remat is None)
+        raise search_refusal([s for _, s in searched], open_remat=request.remat is None)
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
@@ -531,6 +528,18 @@ FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
 first number is for full models, whose last round tries all sets. The second is for
 stages and replicas.
 """
+
+
+def search_refusal(looked: Sequence[Search], *, open_remat: bool) -> PlanError:
+    """Returns the error of finished searches that found no layout that fits.
+
+    Args:
+        looked: Searches of the programs of one loss.
+        open_remat: Whether the planner chooses remat.
+    """
+    if looked[0].request.sequence_parallel and not any(s.scored for s in looked):
+        return PlanError(_no_sequence(looked[0]))
+    return refusal(looked, open_remat=open_remat)
 
 
 def _no_sequence(search: Search) -> str:

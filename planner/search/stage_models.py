@@ -50,10 +50,13 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_cuts import Layer, Stage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate, Request
-from whalejax.planner.search.spmd_search import ProgramCache, searches
+from whalejax.planner.search.spmd_search import (
+    ProgramCache,
+    search_refusal,
+    searches,
+)
 from whalejax.planner.search.stage_time import handed_seconds
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.operation_rows import OperationRows
@@ -314,7 +317,7 @@ def laid_out(
         for scored in search.scored
     ]
     if not out:
-        raise refusal([search for _, search in pairs], open_remat=False)
+        raise search_refusal([search for _, search in pairs], open_remat=False)
     return out
 
 

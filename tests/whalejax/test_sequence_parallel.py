@@ -124,6 +124,7 @@ def test_the_planner_takes_it_where_it_is_faster() -> None:
     ("name", "options", "message"),
     [
         ("mlp-test", {}, "the model has no sequence: no dimension"),
+        ("mlp-test", {"mesh": {"stage": 2}}, "the model has no sequence: no dimension"),
         ("gpt-test", {"mesh": {"data": 8}}, "mesh= sets tensor to 1"),
         pytest.param(
             "gpt-test",
