@@ -102,10 +102,9 @@ def _of_shares(request: Request, cluster: Cluster, shares: object) -> Iterator[s
         return
     which = f"shares is {shares}" if len(kinds) == 1 else f"devices are {kinds}"
     yield (
-        f'combine is "{request.combine}", and {which}: ranks would then have unequal '
-        "shares, but Adasum knows no weights, so ranks with few and with many samples "
-        "would count alike. Leave shares out, on devices of one kind; or leave "
-        "combine out"
+        f'combine is "{request.combine}", and {which}: Adasum counts all ranks '
+        "alike, so it takes ranks of one program with equally many samples. Leave "
+        "shares out, on devices of one kind; or leave combine out"
     )
 
 

@@ -507,7 +507,7 @@ def test_several_problems_are_told_at_once() -> None:
         assert problem in text
     assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
     text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})
-    assert "shares is [3, 1]" in text and "Adasum knows no weights" in text
+    assert "shares is [3, 1]" in text and "counts all ranks alike" in text
     assert 'zero is 2, but with combine "adasum" each rank has its full' in text
     text = _refusal(
         combine="adasum_updates", zero=1, offload="optimizer", optimizer=optax.adam(0.1)
