@@ -154,7 +154,10 @@ class _Chains:
             if len(spaces) > 1:
                 why = why or "convolutions slide along one dimension under both names"
             elif not _disjoint(holds, roots):
-                why = why or "a tensor has this dimension twice"
+                why = why or (
+                    "a tensor has this dimension twice, as the matrix of "
+                    'jax.image.resize(…, "linear") has'
+                )
             else:
                 why = f"{spaces[0]}: {why}" if why else ""
                 one = Spatial(number=number, space=spaces[0], unshared=why)

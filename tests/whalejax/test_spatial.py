@@ -587,6 +587,14 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "with a kernel of 3 and padding (2, 1); space can be divided only if the "
             "kernel is as large as the stride and the padding is (1, 1)",
         ),
+        (
+            lambda p, x: convolved(
+                x + jax.image.resize(convolved(x, p["k2"], 2), x.shape, "linear"),
+                p["k3"],
+            ),
+            "depth: a tensor has this dimension twice, as the matrix of "
+            'jax.image.resize(…, "linear") has',
+        ),
     ],
     ids=[
         "running sum",
@@ -596,6 +604,7 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
         "whole",
         "turned",
         "transposed",
+        "linear",
     ],
 )
 def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
