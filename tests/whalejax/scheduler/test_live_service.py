@@ -218,7 +218,7 @@ def test_the_journal_of_a_run_that_has_ended_is_not_read_again(
     report = jobs(service).jobs[0]
     assert (report.step, report.loss, report.status) == (7, 0.5, "complete")
     assert service._costs()["start_seconds"] == 12.0
-    assert service._runs["one"].reader._commits._place == 0
+    assert service._runs["one"].reader._commits._read_bytes == 0
 
 
 # The cluster.
