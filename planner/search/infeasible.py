@@ -43,6 +43,15 @@ MOST_LEAVES = 4
 """Largest number of dimensions that a message lists for one region."""
 
 
+_AXES = {
+    NO_EXPERTS: "expert",
+    NO_SEQUENCE: "context",
+    NO_TENSOR: "tensor",
+    SEQUENCE_DOES_NOT_DIVIDE: "context",
+}
+"""Mesh axis of each reason that concerns one axis."""
+
+
 def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError:
     """Returns the error for searches without a feasible plan.
 
@@ -63,16 +72,15 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
     problems = Problems(f"no layout of {devices} serves this model", PlanError)
     for text in (*_unobeyed_pins(search), *_indivisible(search)):
         problems.add(text)
+    fixed = search.request.mesh or {}
     if BATCH_DOES_NOT_DIVIDE in search.refused:
         problems.add(_batch(search))
-        asked = "context" in (search.request.mesh or {})
-        if asked and SEQUENCE_DOES_NOT_DIVIDE in search.refused:
+        if "context" in fixed and SEQUENCE_DOES_NOT_DIVIDE in search.refused:
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
-        whys = set(search.refused)
-        if "context" not in (search.request.mesh or {}):  # Only the planner tried it.
-            whys = whys - {SEQUENCE_DOES_NOT_DIVIDE} or whys
-        for why in sorted(whys):
+        # Other axes were tried by the planner alone.
+        asked = {w for w in search.refused if _AXES.get(w, "") in ("", *fixed)}
+        for why in sorted(asked or search.refused):
             problems.add(_reason(search, why))
     return PlanError(problems.text())
 

@@ -194,6 +194,17 @@ def test_a_mesh_with_experts_that_the_model_has_not() -> None:
     )
 
 
+def test_only_axes_that_were_asked_for_are_said_to_have_no_dimension() -> None:
+    """Those of a model whose weights no axis can share."""
+
+    def loss(net: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] * net["scale"]) ** 2)
+
+    net = {"scale": leaf()}
+    text = refused(loss, net, mesh={"expert": 4})
+    assert text.count("no dimension for an expert axis") == 1 and "tensor" not in text
+
+
 # Batches.
 
 
