@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.planner.model.score_mask import ScoreMask
 from whalejax.planner.sharding.operation_rows import Product
 
 
@@ -120,32 +121,32 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 
 
 def busiest_share(
-    num_rows: int, num_columns: int, size: int, *, causal: bool
+    num_rows: int, num_columns: int, size: int, mask: ScoreMask | None
 ) -> tuple[int, int, float]:
-    """Returns the two block sizes, and ``Ring.share`` without the tables of a ring.
+    """Returns the two block sizes, and ``Ring.share``.
+
+    Tables of a ring are made only for masks that hide more or less than later columns.
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``.
-        causal: Whether the mask is causal; if not, there is no mask.
+        mask: Hidden parts of the scores; None if every block is computed.
 
-    >>> busiest_share(16, 16, 2, causal=True)
+    >>> mask = ScoreMask.of(~np.tri(16, dtype=bool), square=True)
+    >>> busiest_share(16, 16, 2, mask)
     (4, 4, 0.625)
     """
-    if causal and num_rows != num_columns:
-        result = ring(num_rows, num_columns, size, _later)
+    if mask is not None and not mask.triangular:
+        result = ring(num_rows, num_columns, size, mask.hidden)
         return result.row_size, result.column_size, result.share
-    zigzag = causal and size > 1 and num_rows % (2 * size) == 0
+    zigzag = mask is not None and size > 1 and num_rows % (2 * size) == 0
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
+    if mask is None:
+        return height, width, 1.0
     # Half of all pairs, and the other half of the blocks on the diagonal. In sequence
     # order, the last device computes all columns up to its own rows.
     above = 0.5 if zigzag else 1 - 0.5 / size
-    share = above + height / (2 * num_rows) if causal else 1.0
-    return height, width, share
-
-
-def _later(rows: int, columns: int) -> np.ndarray:
-    return ~np.tri(rows, columns, dtype=bool)
+    return height, width, above + height / (2 * num_rows)
 
 
 def _off(count: int) -> int:
@@ -192,14 +193,32 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
     """Returns ``busiest_share`` on devices with ``rows`` rows each, in turn."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
-    block_shapes = [
-        _busiest(product.m, int(number), int(size), causal=product.zigzag)
+    found = [
+        _busiest(product.m, int(number), int(size), product.mask)
         for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
     ]
     if not sizes.ndim:
-        return block_shapes[0]
-    height, width, share = np.array(block_shapes).reshape(*sizes.shape, 3).T
+        return found[0]
+    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
     return height.T, width.T, share.T
+
+
+def block_products(
+    local: tuple[Any, Any, Any, Any], product: Product
+) -> tuple[Any, Any]:
+    """Returns the number of products of the size ``local`` in each pass.
+
+    Blocks that are hidden are left out of a product, so the numbers may be fractions.
+
+    Args:
+        local: Rows, depth, columns and count of the product on one device, as numbers
+            or arrays. The columns are those of all devices.
+        product: Product, with its mask.
+    """
+    rows, _, columns, _ = local
+    _, _, share = _block_shapes(product, rows, columns)
+    trained = product.left_gradient or product.right_gradient
+    return AHEAD * share, BEHIND * share * trained
 
 
 def block_seconds(
@@ -210,13 +229,11 @@ def block_seconds(
     Args:
         local: Rows, depth, columns and count of the product on one device, as numbers
             or arrays. The columns are those of all devices.
-        product: Product, with its share and dtype.
+        product: Product, with its mask and dtype.
         kind: Device kind.
     """
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)
-    if not product.zigzag:
-        share = product.share
     blocks = rows / height * columns / width * share
     one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
     scores = count * height * width * blocks

@@ -261,7 +261,7 @@ class Views:
             op.column if op.kind == ATTENTION else None,
             self.graph.tensors[op.operands[0]].dtype,
             op.share,
-            op.zigzag,
+            op.mask,
             self.turned.get(index),
             _groups(self.graph, op),
         )
@@ -319,8 +319,7 @@ class Views:
                 dtype=self.graph.tensors[op.operands[0]].dtype,
                 left_gradient=operands[0].differentiable,
                 right_gradient=operands[1].differentiable,
-                share=op.share,
-                zigzag=op.zigzag,
+                mask=op.mask,
             )
         return Product(
             m=m,
@@ -334,8 +333,8 @@ class Views:
             dtype=self.graph.tensors[op.operands[0]].dtype,
             left_gradient=operands[0].differentiable,
             right_gradient=operands[1].differentiable,
-            share=op.share,
             turned=self.turned.get(index),
+            share=op.share,
             groups=_groups(self.graph, op),
         )
 

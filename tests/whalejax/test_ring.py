@@ -52,6 +52,43 @@ def sent(plan: wh.Plan) -> Counter[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("sequence", "blocks", "window"),
+    [
+        (1024, (512, 3), None),  # the diagonal, and what comes before
+        (512, (512, 1), None),  # one block has no hidden block
+        (2048, (512, 7), 512),  # the diagonal, and the blocks beside it
+    ],
+)
+def test_flops_are_those_of_the_blocks_that_are_computed(
+    sequence: int, blocks: tuple[int, int], window: int | None
+) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        query, key, value = (jnp.einsum("bse,ehd->bshd", x, p[n]) for n in "qkv")
+        near = None if window is None else (window - 1, 0)
+        seen = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, local_window_size=near
+        )
+        return (seen**2).mean()
+
+    weight = jax.ShapeDtypeStruct((16, 2, 8), jnp.float32)
+    plan = wh.plan(
+        loss,
+        dict.fromkeys("qkv", weight),
+        jax.ShapeDtypeStruct((8, sequence, 16), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        mesh={"data": 8},
+        attention="ring",
+        remat="none",
+    )
+    side, number = blocks
+    # Two products of a block forward and five backward; heads of 8 numbers.
+    attention = 7 * number * 2 * (2 * side * side * 8)
+    projections = 3 * 2 * 2 * sequence * 16 * 16  # forward, and a gradient
+    assert plan.product_flops == attention + projections
+
+
 @pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
     model = {"annotated": False, "layers": 2}
