@@ -176,8 +176,11 @@ def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
     )
 
 
-AHEAD, BEHIND = 2, 5
-"""Products of one block, forward and backward."""
+_AHEAD, _BEHIND = (1, 1), (3, 2)
+"""Products of one block in each pass: those that are as deep as keys (scores, and the
+cotangents of queries and keys) or as wide as values (results, and the cotangents of
+weights and values).
+"""
 
 _PASSES = 4, 9
 """Number of times that the float32 scores of a block are written or read."""
@@ -208,7 +211,8 @@ def block_products(
 ) -> tuple[Any, Any]:
     """Returns the number of products of the size ``local`` in each pass.
 
-    Blocks that are hidden are left out of a product, so the numbers may be fractions.
+    Hidden blocks are left out of products, and values may be narrower than keys. So the
+    numbers may be fractions.
 
     Args:
         local: Rows, depth, columns and count of the product on one device, as numbers
@@ -218,7 +222,11 @@ def block_products(
     rows, _, columns, _ = local
     _, _, share = _block_shapes(product, rows, columns)
     trained = product.left_gradient or product.right_gradient
-    return AHEAD * share, BEHIND * share * trained
+    ahead, behind = (
+        share * (deep + wide * product.width / product.k)
+        for deep, wide in (_AHEAD, _BEHIND)
+    )
+    return ahead, behind * trained
 
 
 def block_seconds(
@@ -235,11 +243,16 @@ def block_seconds(
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)
     blocks = rows / height * columns / width * share
-    one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
+    deep, wide = (
+        kind.matmul_seconds(product.dtype, height, inside, width, count=count) * blocks
+        for inside in (depth, product.width)
+    )
     scores = count * height * width * blocks
     ahead, behind = (
-        times * one + kind.elementwise_seconds(4 * scores * passes, scores)
-        for times, passes in zip((AHEAD, BEHIND), _PASSES, strict=True)
+        numbers[0] * deep
+        + numbers[1] * wide
+        + kind.elementwise_seconds(4 * scores * passes, scores)
+        for numbers, passes in zip((_AHEAD, _BEHIND), _PASSES, strict=True)
     )
     if not (product.left_gradient or product.right_gradient):
         return ahead, 0.0, _KERNELS[0] * blocks

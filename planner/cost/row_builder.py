@@ -262,6 +262,7 @@ class Views:
             self.graph.tensors[op.operands[0]].dtype,
             op.share,
             op.mask,
+            op.flops,
             self.turned.get(index),
             _groups(self.graph, op),
         )
@@ -320,6 +321,7 @@ class Views:
                 left_gradient=operands[0].differentiable,
                 right_gradient=operands[1].differentiable,
                 mask=op.mask,
+                width=op.flops // (2 * m * n * batch) - k,
             )
         return Product(
             m=m,

@@ -163,6 +163,7 @@ class Product:
         share: Fraction of the product that is computed, as in ``Op.share``.
         mask: Scores of an attention that are hidden whatever the data are, or None.
         groups: Number of matrices; each row is multiplied by one of them.
+        width: Width of an attention's values, whose keys have width ``k``; else 0.
     """
 
     m: int
@@ -180,6 +181,7 @@ class Product:
     share: float = 1.0
     mask: ScoreMask | None = None
     groups: int = 1
+    width: int = 0
 
     def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
         """Returns the number of products: forward, and per operand's gradient."""

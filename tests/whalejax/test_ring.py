@@ -89,6 +89,34 @@ def test_flops_are_those_of_the_blocks_that_are_computed(
     assert plan.product_flops == attention + projections
 
 
+def test_values_narrower_than_keys_take_fewer_flops() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        query, key, value = (jnp.einsum("bse,ed->bsd", x, p[n]) for n in "qkv")
+        scores = jnp.einsum("bqd,bkd->bqk", query, key)
+        seen = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), value)
+        return (seen**2).mean()
+
+    def flops(depth: int, width: int) -> int:
+        sizes = {"q": depth, "k": depth, "v": width}
+        plan = wh.plan(
+            loss,
+            {n: jax.ShapeDtypeStruct((16, d), jnp.float32) for n, d in sizes.items()},
+            jax.ShapeDtypeStruct((8, 64, 16), jnp.float32),
+            optimizer=optax.sgd(0.1),
+            cluster="h100:8",
+            mesh={"data": 8},
+            attention="ring",
+            remat="none",
+        )
+        return plan.product_flops
+
+    # Scores, the same again, and the gradients of queries and keys are as deep as keys.
+    # The result and the gradients of weights and values are as wide as values.
+    block, projection = 2 * 64 * 64, 2 * 64 * 16
+    assert flops(32, 8) == block * (4 * 32 + 3 * 8) + 2 * projection * (2 * 32 + 8)
+    assert flops(32, 32) == block * 7 * 32 + 2 * projection * 3 * 32
+
+
 @pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
     model = {"annotated": False, "layers": 2}
