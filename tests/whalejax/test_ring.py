@@ -153,6 +153,21 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert not found.of("all-gather")
 
 
+def test_scores_of_a_single_block_are_computed_again() -> None:
+    """They are equal to those of the forward pass, which compilers would keep."""
+    job = models.job("gpt-test", **SMALL["gpt-test"])
+    plan = asked(mesh={"data": 8}, attention="ring")
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        abstract_model(job),
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices(),
+    )
+    compiled = hlo.read(step.lower().compile().as_text())
+    assert hlo.product_flops(compiled) == plan.product_flops
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 4, "context": 2}])
 @pytest.mark.parametrize("remat", ["none", "full"])
