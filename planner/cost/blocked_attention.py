@@ -138,7 +138,7 @@ def busiest_share(
     if mask is not None and not mask.triangular:
         result = ring(num_rows, num_columns, size, mask.hidden)
         return result.row_size, result.column_size, result.share
-    zigzag = mask is not None and size > 1 and num_rows % (2 * size) == 0
+    zigzag = is_zigzag(num_rows, size, mask)
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
     if mask is None:
@@ -147,6 +147,23 @@ def busiest_share(
     # order, the last device computes all columns up to its own rows.
     above = 0.5 if zigzag else 1 - 0.5 / size
     return height, width, above + height / (2 * num_rows)
+
+
+def is_zigzag(num_rows: int, size: Any, mask: ScoreMask | None) -> Any:
+    """Returns whether a ring has its blocks in zig-zag order.
+
+    Args:
+        num_rows: Length of queries.
+        size: Number of devices, or an array of numbers.
+        mask: Hidden parts of the scores; None if every block is computed.
+
+    >>> mask = ScoreMask.of(~np.tri(2, dtype=bool), square=True)
+    >>> is_zigzag(8, 2, mask), is_zigzag(6, 2, mask), is_zigzag(8, 2, None)
+    (True, False, False)
+    """
+    if mask is None or not mask.causal:
+        return False
+    return (size > 1) & (num_rows % (2 * size) == 0)
 
 
 def _off(count: int) -> int:

@@ -24,7 +24,11 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS, CompilerProfile
-from whalejax.planner.cost.blocked_attention import block_products, block_seconds
+from whalejax.planner.cost.blocked_attention import (
+    block_products,
+    block_seconds,
+    is_zigzag,
+)
 from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,
@@ -448,14 +452,15 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
     if _gradient(row):
         sent.append(("ring", "backward", key + value, size - 1))
         sent.append(("ring", "backward", sums, size))
-    if row.product.mask is not None and row.product.mask.causal:
+    dealt = is_zigzag(row.product.m, size, row.product.mask)
+    if np.any(dealt):
         once = query + key + value + output
-        sent.append(("border", "forward", once, again))
+        sent.append(("border", "forward", once, dealt * again))
         if _gradient(row):
             # One number per row accompanies the output's cotangent.
             rows = query / row.operands[0].itemsize_bytes / row.product.k
             wide = max(4, row.operands[0].itemsize_bytes)
-            sent.append(("border", "backward", once + rows * wide, 1))
+            sent.append(("border", "backward", once + rows * wide, dealt * 1))
     return [
         Collective(
             kind="collective-permute",

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.cost.blocked_attention import BLOCK, busiest_share, ring
+from whalejax.planner.cost.blocked_attention import (
+    BLOCK,
+    busiest_share,
+    is_zigzag,
+    ring,
+)
 from whalejax.planner.model.score_mask import ScoreMask
 
 
@@ -82,6 +87,7 @@ def test_the_busiest_share_is_that_of_the_tables(
     mask = ScoreMask.of(_later(2, 2), square=True) if causal else None
     assert mask is None or mask.triangular
     found = ring(rows, columns, size, hidden)
+    assert is_zigzag(rows, size, mask) == found.zigzag
     height, width, share = busiest_share(rows, columns, size, mask)
     assert (height, width) == (found.row_size, found.column_size)
     assert share == pytest.approx(found.share, rel=1e-12)
