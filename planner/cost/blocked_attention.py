@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.planner.model.score_mask import ScoreMask
 from whalejax.planner.sharding.operation_rows import Product
 
 
@@ -120,32 +121,49 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 
 
 def busiest_share(
-    num_rows: int, num_columns: int, size: int, *, causal: bool
+    num_rows: int, num_columns: int, size: int, mask: ScoreMask | None
 ) -> tuple[int, int, float]:
-    """Returns the block sizes of a ring and ``Ring.share``, without making its tables.
+    """Returns the two block sizes, and ``Ring.share``.
+
+    Tables of a ring are made only for masks that hide more or less than later columns.
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``.
-        causal: Whether the mask is causal; if not, there is no mask.
+        mask: Hidden parts of the scores; None if every block is computed.
 
-    >>> busiest_share(16, 16, 2, causal=True)
+    >>> mask = ScoreMask.of(~np.tri(16, dtype=bool), square=True)
+    >>> busiest_share(16, 16, 2, mask)
     (4, 4, 0.625)
     """
-    if causal and num_rows != num_columns:
-        result = ring(num_rows, num_columns, size, _later)
+    if mask is not None and not mask.triangular:
+        result = ring(num_rows, num_columns, size, mask.hidden)
         return result.row_size, result.column_size, result.share
-    zigzag = causal and size > 1 and num_rows % (2 * size) == 0
+    zigzag = is_zigzag(num_rows, size, mask)
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
+    if mask is None:
+        return height, width, 1.0
     # Half of all pairs, and the other half of the blocks on the diagonal. In sequence
     # order, the last device computes all columns up to its own rows.
     above = 0.5 if zigzag else 1 - 0.5 / size
-    share = above + height / (2 * num_rows) if causal else 1.0
-    return height, width, share
+    return height, width, above + height / (2 * num_rows)
 
 
-def _later(rows: int, columns: int) -> np.ndarray:
-    return ~np.tri(rows, columns, dtype=bool)
+def is_zigzag(num_rows: int, size: Any, mask: ScoreMask | None) -> Any:
+    """Returns whether a ring has its blocks in zig-zag order.
+
+    Args:
+        num_rows: Length of queries.
+        size: Number of devices, or an array of numbers.
+        mask: Hidden parts of the scores; None if every block is computed.
+
+    >>> mask = ScoreMask.of(~np.tri(2, dtype=bool), square=True)
+    >>> is_zigzag(8, 2, mask), is_zigzag(6, 2, mask), is_zigzag(8, 2, None)
+    (True, False, False)
+    """
+    if mask is None or not mask.causal:
+        return False
+    return (size > 1) & (num_rows % (2 * size) == 0)
 
 
 def _off(count: int) -> int:
@@ -175,8 +193,11 @@ def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
     )
 
 
-AHEAD, BEHIND = 2, 5
-"""Products of one block, forward and backward."""
+_AHEAD, _BEHIND = (1, 1), (3, 2)
+"""Products of one block in each pass: those that are as deep as keys (scores, and the
+cotangents of queries and keys) or as wide as values (results, and the cotangents of
+weights and values).
+"""
 
 _PASSES = 4, 9
 """Number of times that the float32 scores of a block are written or read."""
@@ -192,14 +213,37 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
     """Returns ``busiest_share`` for each number of rows and of columns on a device."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
-    block_shapes = [
-        _busiest(product.m, int(number), int(size), causal=product.zigzag)
+    found = [
+        _busiest(product.m, int(number), int(size), product.mask)
         for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
     ]
     if not sizes.ndim:
-        return block_shapes[0]
-    height, width, share = np.array(block_shapes).reshape(*sizes.shape, 3).T
+        return found[0]
+    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
     return height.T, width.T, share.T
+
+
+def block_products(
+    local: tuple[Any, Any, Any, Any], product: Product
+) -> tuple[Any, Any]:
+    """Returns the number of products of the size ``local`` in each pass.
+
+    Hidden blocks are left out of products, and values may be narrower than keys. So the
+    numbers may be fractions.
+
+    Args:
+        local: Rows, depth, columns and count of the product on one device, as numbers
+            or arrays. The columns are those of all devices.
+        product: Product, with its mask.
+    """
+    rows, _, columns, _ = local
+    _, _, share = _block_shapes(product, rows, columns)
+    trained = product.left_gradient or product.right_gradient
+    ahead, behind = (
+        share * (deep + wide * product.width / product.k)
+        for deep, wide in (_AHEAD, _BEHIND)
+    )
+    return ahead, behind * trained
 
 
 def block_seconds(
@@ -210,19 +254,22 @@ def block_seconds(
     Args:
         local: Rows, depth, columns and count of the product on one device, as numbers
             or arrays. The columns are those of all devices.
-        product: Product, with its share and dtype.
+        product: Product, with its mask and dtype.
         kind: Device kind.
     """
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)
-    if not product.zigzag:
-        share = product.share
     blocks = rows / height * columns / width * share
-    one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
+    deep, wide = (
+        kind.matmul_seconds(product.dtype, height, inside, width, count=count) * blocks
+        for inside in (depth, product.width)
+    )
     scores = count * height * width * blocks
     ahead, behind = (
-        times * one + kind.elementwise_seconds(4 * scores * passes, scores)
-        for times, passes in zip((AHEAD, BEHIND), _PASSES, strict=True)
+        numbers[0] * deep
+        + numbers[1] * wide
+        + kind.elementwise_seconds(4 * scores * passes, scores)
+        for numbers, passes in zip((_AHEAD, _BEHIND), _PASSES, strict=True)
     )
     if not (product.left_gradient or product.right_gradient):
         return ahead, 0.0, _KERNELS[0] * blocks

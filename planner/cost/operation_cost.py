@@ -24,7 +24,11 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS, CompilerProfile
-from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
+from whalejax.planner.cost.blocked_attention import (
+    block_products,
+    block_seconds,
+    is_zigzag,
+)
 from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,
@@ -325,11 +329,12 @@ def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
     """Returns a row's FLOPs of products in both passes, per device and micro-batch."""
     if row.product is None:
         return 0
+    local = local_product(row.product, hits, s)
     first, *again = row.product.times(s.cluster.compiler)
-    times: float = first * (1 + row.remat) + sum(again)
     if row.kind == ATTENTION:
-        times = (AHEAD * (1 + row.remat) + BEHIND) * row.product.share
-    return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+        first, *again = block_products(local, row.product)
+    times = first * (1 + row.remat) + sum(again)
+    return 2 * math.prod(local) * times * row.count
 
 
 def row_ahead(
@@ -343,10 +348,11 @@ def row_ahead(
     seconds, _, launches = row_seconds(row, hits, s, slowest_kind(row, s.cluster))
     if row.product is None:
         return seconds * row.count, (launches > 0) * row.count, 0
-    times: float = row.product.times(s.cluster.compiler)[0]
+    local = local_product(row.product, hits, s)
+    times: Any = row.product.times(s.cluster.compiler)[0]
     if row.kind == ATTENTION:
-        times = AHEAD * row.product.share
-    flops = 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+        times, _ = block_products(local, row.product)
+    flops = 2 * math.prod(local) * times * row.count
     return seconds * row.count, row.count, flops
 
 
@@ -446,14 +452,15 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collect
     if _gradient(row):
         sent.append(("ring", "backward", key + value, size - 1))
         sent.append(("ring", "backward", sums, size))
-    if row.product.zigzag:
+    dealt = is_zigzag(row.product.m, size, row.product.mask)
+    if np.any(dealt):
         once = query + key + value + output
-        sent.append(("border", "forward", once, again))
+        sent.append(("border", "forward", once, dealt * again))
         if _gradient(row):
             # One number per row accompanies the output's cotangent.
             rows = query / row.operands[0].itemsize_bytes / row.product.k
             wide = max(4, row.operands[0].itemsize_bytes)
-            sent.append(("border", "backward", once + rows * wide, 1))
+            sent.append(("border", "backward", once + rows * wide, dealt * 1))
     return [
         Collective(
             kind="collective-permute",

@@ -261,7 +261,8 @@ class Views:
             op.column if op.kind == ATTENTION else None,
             self.graph.tensors[op.operands[0]].dtype,
             op.share,
-            op.zigzag,
+            op.mask,
+            op.flops,
             self.turned.get(index),
             _groups(self.graph, op),
         )
@@ -319,8 +320,8 @@ class Views:
                 dtype=self.graph.tensors[op.operands[0]].dtype,
                 left_gradient=operands[0].differentiable,
                 right_gradient=operands[1].differentiable,
-                share=op.share,
-                zigzag=op.zigzag,
+                mask=op.mask,
+                width=op.flops // (2 * m * n * batch) - k,
             )
         return Product(
             m=m,
@@ -334,8 +335,8 @@ class Views:
             dtype=self.graph.tensors[op.operands[0]].dtype,
             left_gradient=operands[0].differentiable,
             right_gradient=operands[1].differentiable,
-            share=op.share,
             turned=self.turned.get(index),
+            share=op.share,
             groups=_groups(self.graph, op),
         )
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from whalejax.planner.model.score_mask import ScoreMask
 from whalejax.planner.model.windows import Window
 
 
@@ -195,9 +196,10 @@ class Op:
         unknown: Whether the primitive has no rule, so that dimensions stay unsharded.
         kernel: Id of the operation's fused kernel, or None. Values inside a kernel stay
             on chip and are recomputed for the backward pass.
-        share: Fraction of the work that is done, below 1 if a causal mask skips some.
         chunks: Number of chunks of the tokens, of which one is in memory at a time.
-        zigzag: Whether rows are in zig-zag order, as the mask is causal.
+        share: Fraction of a product that is computed, below 1 in a graph made by hand
+            whose fused attention skips masked scores.
+        mask: Scores of an attention that are hidden whatever the data are, or None.
         windows: Windows along spatial dimensions of operand 0 and result 0.
     """
 
@@ -219,7 +221,7 @@ class Op:
     unknown: bool = False
     kernel: int | None = None
     share: float = 1.0
-    zigzag: bool = False
+    mask: ScoreMask | None = None
     chunks: int = 1
     windows: tuple[Window, ...] = ()
 

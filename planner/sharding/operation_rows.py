@@ -23,6 +23,7 @@ from whalejax.planner.model.graph import (
     Graph,
     Op,
 )
+from whalejax.planner.model.score_mask import ScoreMask
 from whalejax.planner.model.windows import Window
 from whalejax.planner.sharding.fused_parameters import FusedLayout, ParameterForms
 
@@ -157,11 +158,12 @@ class Product:
         dtype: NumPy name of the operands' dtype.
         left_gradient, right_gradient: Whether that operand needs a gradient, which
             takes one more product of as many FLOPs in the backward pass.
-        share: Fraction of the product that is computed; below 1 if a mask hides some.
         turned: Slot of the operand that is transposed for its weight's gradient, as in
             ``Graph.turned``.
-        zigzag: Whether rows of blocked attention are in zig-zag order.
+        share: Fraction of the product that is computed, as in ``Op.share``.
+        mask: Scores of an attention that are hidden whatever the data are, or None.
         groups: Number of matrices; each row is multiplied by one of them.
+        width: Width of an attention's values, whose keys have width ``k``; else 0.
     """
 
     m: int
@@ -175,10 +177,11 @@ class Product:
     dtype: str
     left_gradient: bool
     right_gradient: bool
-    share: float = 1.0
     turned: int | None = None
-    zigzag: bool = False
+    share: float = 1.0
+    mask: ScoreMask | None = None
     groups: int = 1
+    width: int = 0
 
     def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
         """Returns the number of products: forward, and per operand's gradient."""

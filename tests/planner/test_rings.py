@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.cost.blocked_attention import BLOCK, busiest_share, ring
+from whalejax.planner.cost.blocked_attention import (
+    BLOCK,
+    busiest_share,
+    is_zigzag,
+    ring,
+)
+from whalejax.planner.model.score_mask import ScoreMask
 
 
 def _later(rows: int, columns: int) -> np.ndarray:
@@ -73,12 +79,49 @@ def test_rows_and_columns_may_differ_in_number() -> None:
 def test_the_busiest_share_is_that_of_the_tables(
     size: int, each: int, wider: int, causal: bool
 ) -> None:
-    rows, columns = size * each, size * each * wider
+    rows, columns = size * each, size * each * (1 if causal else wider)
 
     def hidden(above: int, across: int) -> np.ndarray:
         return _later(above, across) & causal
 
+    mask = ScoreMask.of(_later(2, 2), square=True) if causal else None
+    assert mask is None or mask.triangular
     found = ring(rows, columns, size, hidden)
-    height, width, share = busiest_share(rows, columns, size, causal=causal)
+    assert is_zigzag(rows, size, mask) == found.zigzag
+    height, width, share = busiest_share(rows, columns, size, mask)
     assert (height, width) == (found.row_size, found.column_size)
     assert share == pytest.approx(found.share, rel=1e-12)
+
+
+@given(
+    st.sampled_from([4, 8, 12, 16]),
+    st.integers(0, 8),
+    st.booleans(),
+    st.integers(1, 24),
+    st.integers(1, 24),
+)
+def test_blocks_without_a_visible_part_are_hidden(
+    count: int, width: int, past: bool, rows: int, columns: int
+) -> None:
+    row, column = np.indices((count, count))
+    seen = (row - column <= width) & (column - row <= (0 if past else width))
+    mask = ScoreMask.of(~seen, square=True)
+    assert mask.causal == bool(not seen[column > row].any())
+    # Cells that parts and blocks both consist of.
+    cells = np.kron(seen, np.ones((rows, columns), bool))
+    blocks = cells.reshape(rows, count, columns, count).any(axis=(1, 3))
+    hidden = mask.hidden(rows, columns)
+    assert not (hidden & blocks).any()
+    if count % rows == 0 and count % columns == 0:
+        assert (hidden == ~blocks).all()
+
+
+def test_a_window_has_fewer_blocks_than_its_triangle() -> None:
+    row, column = np.indices((16, 16))
+    near = (row >= column) & (row - column <= 2)
+    mask = ScoreMask.of(~near, square=True)
+    assert mask.causal and not mask.triangular
+    # Of 4 x 4 blocks of 512, the diagonal and the blocks beside it.
+    assert busiest_share(2048, 2048, 1, mask) == (512, 512, 7 / 16)
+    triangle = ScoreMask.of(_later(16, 16), square=True)
+    assert busiest_share(2048, 2048, 1, triangle) == (512, 512, 10 / 16)

@@ -271,9 +271,9 @@ def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
     done = run_script(WRITES_TOO_MUCH, path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        f"{path}: this checkpoint could not be written (File too large), and what was "
-        "written of it is removed. A file is larger than is allowed here: save to "
-        "another file system, or raise the limit (ulimit -f). The state is as it was\n"
+        f"{path}: this checkpoint could not be written (File too large); its files are "
+        "removed. A file is larger than is allowed here: save to another file system, "
+        "or raise the limit (ulimit -f). The state is as it was\n"
     )
     assert [file.name for file in path.parent.iterdir()] == ["a-again"]
 

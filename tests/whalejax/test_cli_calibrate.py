@@ -80,7 +80,7 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert main.main([*again, "slow", *model]) == 0  # Nothing was written before.
     said = capsys.readouterr().out
     assert "holds 8×fast + 8×slow (2 nodes of 8, host + host) now" in said
-    assert "is not measured: host at 1.2 GB/s is taken" in said
+    assert "was not measured and is assumed to be host at 1.2 GB/s" in said
     both = wh.cluster("both.toml")
     assert [(n.kind.name, n.count) for n in both.nodes] == [("fast", 8), ("slow", 8)]
     assert [len(kind.timed_models) for kind in both.kinds] == [0, 1]

@@ -275,7 +275,8 @@ def test_the_planner_takes_it_where_memory_is_short(tmp_path: Path) -> None:
     assert plain.loss_chunks == 1
     least = asked(remat="full", loss_chunks=16, zero=0, offload=())
     limit = least.memory.total_bytes + 1000
-    tight = asked(cluster=plain.cluster.with_memory(limit), zero=0, offload=())
+    cluster = plain.cluster.with_memory(limit)
+    tight = asked(cluster=cluster, zero=0, offload=(), margin=0)
     assert tight.loss_chunks > 1
     tight.save(tmp_path / "plan.json")
     assert wh.Plan.load(tmp_path / "plan.json") == tight

@@ -50,8 +50,10 @@ def test_what_is_near_the_best_holds_the_best(
 
     monkeypatch.setattr(Search, "use_host_memory", counted)
     found = []
-    for listed in (layout_search.LISTED, 10**9):
-        monkeypatch.setattr(layout_search, "LISTED", listed)
+    limits = layout_search.LISTED, layout_search.MOST_LISTED
+    for meshes, layouts in (limits, (10**9, 10**9)):
+        monkeypatch.setattr(layout_search, "LISTED", meshes)
+        monkeypatch.setattr(layout_search, "MOST_LISTED", layouts)
         evaluated.append(0)
         found.append(planned(name, cluster, 64))
     assert found[0].axis_sizes == found[1].axis_sizes

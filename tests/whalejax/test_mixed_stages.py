@@ -52,7 +52,8 @@ def blocks_of(plan: wh.Plan) -> tuple[int, ...]:
 
 def counts(plan: wh.Plan) -> dict[str, int]:
     """Parts of the model by the kind that holds them, as the plan's note says."""
-    (note,) = [n for n in plan.notes if "parts of the model" in n]
+    notes = [n for n in plan.notes if n.startswith("stages: ")]
+    (note,) = [n for n in notes if "parts of the model" in n]
     return {kind: int(n) for n, kind in re.findall(r"(\d+) on (\S+) \(", note)}
 
 

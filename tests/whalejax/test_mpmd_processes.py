@@ -33,12 +33,12 @@ model = jax.tree.map(lambda x: x.astype("float64"), job.make_model(jax.random.ke
 every = jax.devices()
 devices = [every[0], *every[3:5]] if where == "aside" else every
 tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
-plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
-               cluster=cluster, num_micro_batches=6)
+options = dict(optimizer=tx, precision="f32", num_micro_batches=6, per_micro_batch=True)
+plan = wh.plan(job.loss_fn, model, job.batch_at(0), cluster=cluster, **options)
 step = wh.compile(plan, job.loss_fn, model, optimizer=tx, devices=devices)
 assert (step._runner.moves._aside is not None) == aside
-alone = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
-                cluster=f"h100:{jax.local_device_count()}", num_micro_batches=6)
+alone = wh.plan(job.loss_fn, model, job.batch_at(0), **options,
+                cluster=f"h100:{jax.local_device_count()}")
 single = wh.compile(alone, job.loss_fn, model, optimizer=tx,
                     devices=jax.local_devices())
 state, expected = (s.init_from(model, rng=jax.random.key(3)) for s in (step, single))

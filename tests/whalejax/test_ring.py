@@ -52,6 +52,71 @@ def sent(plan: wh.Plan) -> Counter[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("sequence", "blocks", "window"),
+    [
+        (1024, (512, 3), None),  # the diagonal, and what comes before
+        (512, (512, 1), None),  # one block has no hidden block
+        (2048, (512, 7), 512),  # the diagonal, and the blocks beside it
+    ],
+)
+def test_flops_are_those_of_the_blocks_that_are_computed(
+    sequence: int, blocks: tuple[int, int], window: int | None
+) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        query, key, value = (jnp.einsum("bse,ehd->bshd", x, p[n]) for n in "qkv")
+        near = None if window is None else (window - 1, 0)
+        seen = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, local_window_size=near
+        )
+        return (seen**2).mean()
+
+    weight = jax.ShapeDtypeStruct((16, 2, 8), jnp.float32)
+    plan = wh.plan(
+        loss,
+        dict.fromkeys("qkv", weight),
+        jax.ShapeDtypeStruct((8, sequence, 16), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        mesh={"data": 8},
+        attention="ring",
+        remat="none",
+    )
+    side, number = blocks
+    # Two products of a block forward and five backward; heads of 8 numbers.
+    attention = 7 * number * 2 * (2 * side * side * 8)
+    projections = 3 * 2 * 2 * sequence * 16 * 16  # forward, and a gradient
+    assert plan.product_flops == attention + projections
+
+
+def test_values_narrower_than_keys_take_fewer_flops() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        query, key, value = (jnp.einsum("bse,ed->bsd", x, p[n]) for n in "qkv")
+        scores = jnp.einsum("bqd,bkd->bqk", query, key)
+        seen = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), value)
+        return (seen**2).mean()
+
+    def flops(depth: int, width: int) -> int:
+        sizes = {"q": depth, "k": depth, "v": width}
+        plan = wh.plan(
+            loss,
+            {n: jax.ShapeDtypeStruct((16, d), jnp.float32) for n, d in sizes.items()},
+            jax.ShapeDtypeStruct((8, 64, 16), jnp.float32),
+            optimizer=optax.sgd(0.1),
+            cluster="h100:8",
+            mesh={"data": 8},
+            attention="ring",
+            remat="none",
+        )
+        return plan.product_flops
+
+    # Scores, the same again, and the gradients of queries and keys are as deep as keys.
+    # The result and the gradients of weights and values are as wide as values.
+    block, projection = 2 * 64 * 64, 2 * 64 * 16
+    assert flops(32, 8) == block * (4 * 32 + 3 * 8) + 2 * projection * (2 * 32 + 8)
+    assert flops(32, 32) == block * 7 * 32 + 2 * projection * 3 * 32
+
+
 @pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
     model = {"annotated": False, "layers": 2}
@@ -86,6 +151,21 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert {i.axes(plan.axis_sizes) for i in permutes} == {("context",)}
     assert sum(i.nbytes * i.count for i in permutes) == sum(sent(plan).values())
     assert not found.of("all-gather")
+
+
+def test_scores_of_a_single_block_are_computed_again() -> None:
+    """They are equal to those of the forward pass, which compilers would keep."""
+    job = models.job("gpt-test", **SMALL["gpt-test"])
+    plan = asked(mesh={"data": 8}, attention="ring")
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        abstract_model(job),
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices(),
+    )
+    compiled = hlo.read(step.lower().compile().as_text())
+    assert hlo.product_flops(compiled) == plan.product_flops
 
 
 @pytest.mark.sampled(1)

@@ -27,7 +27,8 @@ for shares, devices in [
     ([5, 2, 1], jax.devices()[:3]), ("even", jax.local_devices()[:1])
 ]:
     plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
-                   cluster=f"cpu:{len(devices)}", num_micro_batches=8, shares=shares)
+                   cluster=f"cpu:{len(devices)}", num_micro_batches=8, shares=shares,
+                   per_micro_batch=True)
     made.append(wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer,
                            devices=devices))
 step, single = made
@@ -86,7 +87,8 @@ begins = [unlike == first, alike == first]
 
 # Four replicas, of which each updates a quarter: alike, and restored by others.
 plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
-               cluster="cpu:4", num_micro_batches=8, shares=[4, 2, 1, 1], zero=1)
+               cluster="cpu:4", num_micro_batches=8, shares=[4, 2, 1, 1], zero=1,
+               per_micro_batch=True)
 sliced = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
 sliced.rebalances = False
 state, expected = (
@@ -133,7 +135,8 @@ for options, cluster, devices in [
     ({}, "cpu:1", jax.local_devices()[:1]),
 ]:
     plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
-                   cluster=cluster, num_micro_batches=8, **options)
+                   cluster=cluster, num_micro_batches=8, per_micro_batch=True,
+                   **options)
     made.append(wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer,
                            devices=devices))
 step, single = made

@@ -177,6 +177,31 @@ def test_what_is_gathered_while_blocks_of_attention_run_counts_once() -> None:
 
 @needs_tpu_compiler
 @pytest.mark.full
+@pytest.mark.parametrize("window", [(256, 0), (256, 256)])
+def test_blocks_outside_a_window_are_neither_planned_nor_compiled(
+    window: tuple[int, int],
+) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        query, key, value = (jnp.einsum("bse,ehd->bshd", x, p[n]) for n in "qkv")
+        seen = jax.nn.dot_product_attention(query, key, value, local_window_size=window)
+        return (seen**2).mean()
+
+    weight = jax.ShapeDtypeStruct((128, 4, 32), jnp.float32)
+    plan = wh.plan(
+        loss,
+        dict.fromkeys("qkv", weight),
+        jax.ShapeDtypeStruct((8, 2048, 128), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="v5e:2x2",
+        mesh={"data": 4},
+        attention="ring",
+    )
+    found = plan.verify(timeout_seconds=300)
+    assert found.product_flops is not None and found.product_flops.difference == 0
+
+
+@needs_tpu_compiler
+@pytest.mark.full
 @pytest.mark.relaxed_promotion
 def test_long_sequences_take_what_was_planned() -> None:
     sizes = {"embed": 512, "heads": 4, "mlp": 1024, "layers": 2, "scan_layers": True}
@@ -198,6 +223,7 @@ def test_long_sequences_take_what_was_planned() -> None:
 @pytest.mark.full
 @needs_tpu_compiler
 @pytest.mark.slow
+@pytest.mark.relaxed_promotion  # optimizers are traced for the better plan
 def test_what_does_not_fit_is_said_with_the_compilers_figure() -> None:
     plan = _too_large()
     found = plan.verify(timeout_seconds=300)

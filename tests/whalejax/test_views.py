@@ -174,7 +174,9 @@ def _parts(leaf: Array) -> list[int]:
     "layers, mesh",
     [
         (0, {"tensor": 4}),
-        (0, {"data": 2, "tensor": 2}),
+        # XLA merges a ring of two devices with that of the backward pass on CPU, so
+        # none is left open.
+        (0, {"data": 2, "context": 1, "tensor": 2}),
         (0, {"fsdp": 2, "tensor": 4}),
         (2, {"data": 4, "tensor": 2}),
     ],

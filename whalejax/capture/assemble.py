@@ -529,8 +529,7 @@ def _ops(
             kept=draft.kept,
             scope=draft.scope,
             unknown=draft.behaviour.unknown,
-            share=draft.behaviour.share,
-            zigzag=draft.behaviour.zigzag,
+            mask=draft.behaviour.mask,
             chunks=draft.chunks,
             windows=draft.behaviour.windows,
         )

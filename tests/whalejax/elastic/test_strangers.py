@@ -257,7 +257,8 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
     tmp_path: Path, count: int
 ) -> None:
     drawn = random.Random(count)
-    with live(tmp_path, lease_seconds=600.0) as there:
+    # The member answers after all frames, however slow the machine is.
+    with live(tmp_path, lease_seconds=6000.0, prepare_seconds=6000.0) as there:
         one, _ = there.join()
         one.send(report("ready"))
         asked = until_kind(one, "prepare")

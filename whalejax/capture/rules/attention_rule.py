@@ -9,12 +9,11 @@ import itertools
 import math
 from typing import Any, Final
 
-import numpy as np
-
 from whalejax import _compat
 from whalejax.capture.patterns.attention_pattern import AttentionPattern, attention_of
 from whalejax.capture.rules.behaviour import Behaviour, Member
 from whalejax.planner.model.graph import Factor, FactorKind
+from whalejax.planner.model.score_mask import ScoreMask
 
 
 def attention_behaviour(jaxpr: Any) -> Behaviour:
@@ -58,15 +57,13 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         link(member, kind="unshardable")
     rows, depth, columns, count = _sizes(one)
     width = math.prod(shapes[2][v] for v in one.width)
-    share, zigzag = _visible_fraction(one, rows, columns)
     return Behaviour(
         factors=tuple(factors),
         flops=2 * count * rows * columns * (depth + width),
         matmul=(rows, depth, columns, count),
         # The operation that reads the output next saves it.
         saves=tuple((slot, slots[wrt]) for slot in slots[:3] for wrt in range(3)),
-        share=share,
-        zigzag=zigzag,
+        mask=_mask(one, rows, columns),
     )
 
 
@@ -74,16 +71,12 @@ _PARTS: Final = 64
 """Maximum number of parts into which a sequence is cut to find masked blocks."""
 
 
-def _visible_fraction(
-    one: AttentionPattern, rows: int, columns: int
-) -> tuple[float, bool]:
+def _mask(one: AttentionPattern, rows: int, columns: int) -> ScoreMask | None:
     tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
     both = math.gcd(rows, columns)
     parts = max(n for n in range(1, _PARTS + 1) if both % n == 0)
     hidden = one.scores.masked_blocks(parts, parts, tag, one.column[2])
-    later = np.triu(np.ones((parts, parts), bool), 1)
-    causal = rows == columns and parts > 1 and bool(hidden[later].all())
-    return 1.0 - float(hidden.mean()), causal
+    return ScoreMask.of(hidden, square=rows == columns) if hidden.any() else None
 
 
 def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.planner.model.graph import Factor, FactorKind, Mark, TensorKind
+from whalejax.planner.model.score_mask import ScoreMask
 from whalejax.planner.model.windows import SPACES, Window
 from whalejax.user_code.annotations import parse_scope
 
@@ -66,7 +67,7 @@ class Behaviour:
         parts: (dimension, count) if the operation cuts operand 0, or joins result 0,
             into equal parts. The walk records it as a reshape and a split.
         unknown: Whether no rule is known.
-        share, zigzag, windows: See ``planner.model.graph.Op``.
+        mask, windows: See ``planner.model.graph.Op``.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -78,8 +79,7 @@ class Behaviour:
     stops_gradient: bool = False
     parts: tuple[int, int] | None = None
     unknown: bool = False
-    share: float = 1.0
-    zigzag: bool = False
+    mask: ScoreMask | None = None
     windows: tuple[Window, ...] = ()
 
 

@@ -414,8 +414,11 @@ class _Local:
         )
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
-        here, cotangent = self._tied(cotangent)
-        query, key, value, level, below = saved[:5]
+        # The operands of scores are tied too. Otherwise compilers find the scores of a
+        # single block in the forward pass, and keep those of all layers in memory.
+        here, tied = self._tied((cotangent, *saved[:3]))
+        cotangent, query, key, value = tied
+        level, below = saved[3:5]
         sizes = {
             t: output.shape[n] for n, (w, t) in self._named_dims() if w == "scores"
         }
@@ -497,16 +500,16 @@ class _Local:
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         return SkippedBlocks(self.ring, self.laid.filled, here, self.wide)
 
-    def _tied(self, value: Any) -> Any:
-        """Returns this device's pairs of blocks, their number, and the unchanged value.
+    def _tied(self, values: Any) -> Any:
+        """Returns this device's pairs of blocks, their number, and unchanged values.
 
-        The barrier makes indices depend on the value. Without it, JAX moves values that
-        depend on indices alone out of a loop over layers. Among them are the masks of
+        The barrier makes indices depend on the values. Without it, JAX moves what
+        depends on indices alone out of a loop over layers. Among it are the masks of
         all blocks, whose memory is quadratic in the sequence length.
         """
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))
-        return lax.optimization_barrier((own, value))
+        return lax.optimization_barrier((own, values))
 
     def _rounds(
         self,
