@@ -503,7 +503,11 @@ def test_one_rank_has_nothing_to_combine_with() -> None:
 @pytest.mark.relaxed_promotion
 def test_several_problems_are_told_at_once() -> None:
     text = _refusal(mesh={"data": 1, "depth": 2, "stage": 2}, shares=[1, 1])
-    for problem in ("mesh= fixes data 1 of", "knows no weights", "neither shares="):
+    for problem in (
+        "mesh= fixes data 1 of",
+        "counts all ranks alike",
+        "neither shares=",
+    ):
         assert problem in text
     assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
     text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})

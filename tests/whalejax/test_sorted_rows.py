@@ -470,6 +470,7 @@ WRITTEN: Final = {
 """Losses, and how many calls each has."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_ways_to_write_them(name: str) -> None:
     """The captured program is the loss, and its gradients are those of one device."""
@@ -524,6 +525,7 @@ def _picked(rows: Any) -> Any:
     return rows * (1.0 + first)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bend", [_summed, _traced, _picked])
 @pytest.mark.parametrize("wide", [SAMPLES * TOKENS, SAMPLES * TOKENS * CHOICES])
 def test_constants_as_long_as_there_are_rows(bend: Any, wide: int) -> None:

@@ -30,6 +30,7 @@ from whalejax import models
 from whalejax.state.resume import restore_newest
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "mesh", "kept"),
     [
@@ -55,6 +56,7 @@ def test_stages_in_lockstep(ranks: int, mesh: dict[str, int], kept: str) -> None
     assert len(collectives(text)["all-to-all"]) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
@@ -138,6 +140,7 @@ def test_marked_stages() -> None:
 SGD: Final = wh.sparse_optimizer("sgd", 0.1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_micro_batches(ranks: int, parts: int) -> None:
@@ -149,6 +152,7 @@ def test_micro_batches(ranks: int, parts: int) -> None:
         check_exchanges(step)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -190,6 +194,7 @@ def test_float16_with_a_scaled_loss() -> None:
     assert not np.array_equal(step.table_values(state)["user"], before[0]["user"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -209,6 +214,7 @@ def test_layers_with_attention(ranks: int, options: dict[str, Any]) -> None:
     deep.check_equal(step, 3e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion  # Flax promotes in its norms
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "expert": 2}, {"context": 2, "expert": 2}]
@@ -232,6 +238,7 @@ def test_layers_of_experts(mesh: dict[str, int]) -> None:
     np.testing.assert_allclose(*losses, rtol=2e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("combine", ["adasum", "adasum_updates"])
 def test_gradients_combined_by_adasum(combine: str) -> None:
     """The dense part as without tables; rows by the gradient of the mean loss."""

@@ -121,6 +121,7 @@ def check_exchanges(step: Any) -> str:
     return text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["dots", "full"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_dense_part_that_is_recomputed(ranks: int, policy: str) -> None:
@@ -135,6 +136,7 @@ def test_a_dense_part_that_is_recomputed(ranks: int, policy: str) -> None:
         check_exchanges(step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_products_in_sixteen_bits(ranks: int) -> None:
     plan, step = make_step(f"cpu:{ranks}", precision="bf16")
@@ -155,6 +157,7 @@ def test_products_in_sixteen_bits(ranks: int) -> None:
         check_exchanges(step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
@@ -181,6 +184,7 @@ def test_devices_that_compute_products_together(
     assert len(collectives(text)["all-gather"]) >= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dense",
     [
@@ -282,6 +286,7 @@ def modal_loss(net: Modal, batch: Any) -> jax.Array:
     return jnp.mean((net(batch) - batch["label"]) ** 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [

@@ -551,6 +551,7 @@ def history_loss(net: Any, batch: Any) -> jax.Array:
     return jnp.mean(((x @ net["w"]).sum(1) - batch["label"]) ** 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["adagrad", "lazy_adam"])
 def test_rows_that_many_samples_need_are_exchanged_once(kind: str) -> None:
     """Tables with fewer rows than a device looks up, in every way of storing them."""

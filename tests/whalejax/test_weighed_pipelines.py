@@ -68,6 +68,7 @@ def test_stages_are_taken_where_links_are_slow() -> None:
     assert one_program.candidates[0].layout in {c.layout for c in plan.candidates}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["h100:1x2+v100-32:1x2", "h100:1x2+p100-16:1x2"])
 def test_no_number_of_micro_batches_beats_an_open_one_on_mixed_kinds(text: str) -> None:
     job = models.job(

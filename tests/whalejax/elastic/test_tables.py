@@ -113,6 +113,7 @@ def placed_ranks(run: TableRun) -> list[int]:
     return [int(re.findall(r"on (\d+) ranks?,", text)[0]) for text in texts]
 
 
+@pytest.mark.full
 def test_tables_go_from_four_ranks_to_two_and_back(tmp_path: Path) -> None:
     def work(run: TableRun) -> None:
         run.until_steps_of(2)

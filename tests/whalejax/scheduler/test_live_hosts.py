@@ -71,6 +71,7 @@ def agent_pids(home: Path, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_jobs_trade_the_devices_of_two_hosts(tmp_path: Path, hosts: list[str]) -> None:
     serving = Serving(
         tmp_path, "--every", "3", "--resize", "2", *hosts, cluster="two.toml"
@@ -138,6 +139,7 @@ latency_seconds = 5e-5
 """
 
 
+@pytest.mark.full
 def test_jobs_change_the_kind_of_their_devices(
     tmp_path: Path, hosts: list[str]
 ) -> None:
