@@ -1,4 +1,4 @@
-"""Texts that processes exchange through JAX, and their initialisation.
+"""Exchanges texts between processes through JAX, and starts JAX's processes.
 
 Only this module and ``_compat`` use private names of JAX.
 """
@@ -69,6 +69,9 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
 
     Args:
         timeout_seconds: Seconds to wait for an answer of the cluster, if one is needed.
+
+    Returns:
+        The three values; None if JAX detects no cluster.
     """
     given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # JAX prefers this address.
     address, count, rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -80,7 +83,7 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
 
 
 def joined_processes() -> tuple[int, int]:
-    """Returns the number of this process and of all, before a backend starts."""
+    """Returns this process's rank and the number of processes; starts no backend."""
     state = distributed.global_state
     return int(state.process_id or 0), int(state.num_processes or 1)
 
@@ -100,7 +103,8 @@ def preemption_service(*, on: bool) -> Iterator[None]:
 def listen_at(host: str) -> None:
     """Makes CPU devices listen for each other on one address of this machine.
 
-    Otherwise Gloo uses the address to which this machine's name resolves.
+    Otherwise Gloo uses the address to which this machine's name resolves. Without Gloo,
+    this has no effect.
 
     Args:
         host: Numeric address.

@@ -1,12 +1,13 @@
-"""Attention in blocks of scores: rounds in a ring of devices, time and traffic.
+"""Attention in blocks of scores: rounds in a ring of devices, and their time.
 
 Queries stay on their device. Keys and values move to the next device in each round.
 Each round computes the pairs of row and column blocks that no mask hides.
 
-With a causal mask, the sequence is split in zig-zag order: device ``d`` of ``n`` has
-parts ``d`` and ``2n - 1 - d`` of ``2n``. So all devices compute equally many pairs in
-every round (Brandon et al., "Striped Attention", 2023; Llama 3's context parallelism
-uses this order). The lowering runs these tables, and the cost model counts them.
+With a causal mask, a sequence of ``2n`` equal parts is dealt to ``n`` devices in
+zig-zag order: device ``d`` has parts ``d`` and ``2n - 1 - d``. Without other masks, all
+devices then compute equally many pairs in every round. Llama 3's context parallelism
+uses this order (Llama Team, "The Llama 3 Herd of Models", 2024). The lowering runs
+these tables. The cost model takes its counts from them, or from their closed form.
 
 A block has two products in the forward pass and five in the backward pass (Dao et al.,
 "FlashAttention", 2022, algorithm 4). The five are the recomputed scores, and the
@@ -29,7 +30,9 @@ from whalejax.planner.sharding.operation_rows import Product
 
 
 BLOCK = 512
-"""Largest number of rows and of columns of a block. Its scores are all in memory."""
+"""Largest number of rows and of columns of a block, if a useful size up to it divides
+them. All scores of a block are in memory.
+"""
 
 Hidden = Callable[[int, int], np.ndarray]
 """Function from the numbers of row and column blocks to the blocks that a mask hides
@@ -78,7 +81,7 @@ class Ring:
 
     @property
     def share(self) -> float:
-        """Fraction of the scores of its rows that the busiest device computes."""
+        """Sum over rounds of the most pairs of a device, over all pairs of its rows."""
         blocks = self.rows.shape[1] * self.columns.shape[1] * self.size
         return float(self.counts.max(axis=0).sum() / blocks)
 
@@ -143,8 +146,9 @@ def busiest_share(
     height, width = _block(num_rows // parts), _block(num_columns // parts)
     if mask is None:
         return height, width, 1.0
-    # Half of all pairs, and the other half of the blocks on the diagonal. In sequence
-    # order, the last device computes all columns up to its own rows.
+    # In zig-zag order a device computes half of all scores, and the hidden half of each
+    # block on the diagonal. In sequence order, the last device computes all columns up
+    # to its own rows.
     above = 0.5 if zigzag else 1 - 0.5 / size
     return height, width, above + height / (2 * num_rows)
 
@@ -171,11 +175,13 @@ def _off(count: int) -> int:
 
 
 _SHORT, _LONGEST = 64, 8192
-"""Smallest useful block size, and the longest sequence that can be a single block."""
+"""Smallest useful block size, and the longest part that can be a single block."""
 
 
 def _block(length: int) -> int:
-    """Returns the longest block that divides a length, or the length if none is long.
+    """Returns the size of the largest block that divides a length.
+
+    A length of at most ``_LONGEST`` without a useful block size is one block.
 
     >>> [_block(n) for n in (4096, 12, 577)]
     [512, 12, 577]
@@ -210,7 +216,7 @@ _busiest = functools.cache(busiest_share)
 
 
 def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-    """Returns ``busiest_share`` for each number of rows and of columns on a device."""
+    """Returns ``busiest_share`` for each number of rows on a device, and of columns."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
     found = [

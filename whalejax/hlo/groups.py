@@ -36,8 +36,8 @@ def groups_of(text: str, num_devices: int) -> Groups:
 
     Args:
         text: Attributes of the collective.
-        num_devices: Number of the program's devices, which form one group if the list
-            of groups is empty.
+        num_devices: Number of the program's devices. Several devices form one group if
+            the list of groups is empty.
 
     Raises:
         HloError: The groups have an unknown form.
@@ -80,7 +80,7 @@ def _mesh_groups(axes: str, dims: str | None, order: str | None, over: str) -> G
     if dims:
         ids = ids.reshape(_numbers(dims))
         ids = ids.transpose(_numbers(order)) if order else ids
-    # An axis that is joined in part becomes three axes: before, joined, and after.
+    # Each axis becomes three axes: before the joined part, the part, and after it.
     shape: list[int] = []
     joined: list[int] = []
     wanted = {m[1]: (m[3], m[4]) for m in _AXIS.finditer(over)}
@@ -111,11 +111,14 @@ def pairs_of(text: str) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes of groups, outermost first; None if they are no axes.
+    """Returns the mesh axes whose groups these are, outermost first.
 
     Args:
         groups: Groups of device numbers.
         mesh: Mesh axes and sizes, outermost first.
+
+    Returns:
+        The axes; None if no axes have exactly these groups.
 
     >>> axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), {"data": 2, "tensor": 4})
     ('data',)

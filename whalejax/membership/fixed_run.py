@@ -1,4 +1,4 @@
-"""A run of a fixed number of processes: the first failure ends all.
+"""A run of a fixed number of processes, which ends at a failure.
 
 This is the policy of ``whalejax launch --processes N``. It touches no process, pipe or
 clock: events bring exit statuses, and ``hear`` receives the processes' reports. Its
@@ -26,7 +26,9 @@ from whalejax.membership.lease import Lease
 
 
 SOON_SECONDS: Final = 1.0
-"""Processes that fail within this time after the first may have failed before it."""
+"""Seconds after the first noticed failure in which others are collected. The order of
+exits is not that of failures.
+"""
 
 STOPPED_SECONDS: Final = 20.0
 """Time after which a process stopped by a signal counts as failed."""
@@ -53,16 +55,16 @@ class FixedRun:
     Attributes:
         processes: Number of processes.
         stops: Whether any failure ends all; if not, only a failure of rank 0 does.
-        exit_seconds: Seconds without output after which a process counts as stuck, once
-            another one has ended.
+        exit_seconds: Seconds without output of any process after which one that still
+            runs counts as stuck, if another one has ended and ``stops`` is true.
         now: Start time; later, time at which a process last ended.
         reports: Devices that each process reported.
         written_at: Time of the last output of each rank. The caller sets it.
         states: Linux's letter for the state of each process, by name. The caller sets
             it before each ``Tick``.
         over: Ranks that have ended, or were given up.
-        failed: Exit statuses of the failed ranks, as ``subprocess`` reports them, in
-            the order of their failures.
+        failed: Exit statuses of the failed ranks, as ``subprocess`` reports them, or 1
+            if they were given up, in the order of their failures.
         failure: Rank that failed first, and text that says how; None if none failed.
     """
 
@@ -168,7 +170,7 @@ class FixedRun:
 
     def _first_failure(self) -> tuple[int, str]:
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
-            # All reported that another process failed, and none could name it.
+            # All ended because another process failed, and none could name it.
             for rank in self.running_ranks():
                 if self.states.get(rank_name(rank)) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
@@ -179,7 +181,8 @@ class FixedRun:
         killed = [rank for rank in own if self.failed[rank] < 0]
         rank = next(iter((*killed, *self._blamed, *own, first)))
         if rank in self._blamed and rank not in killed:
-            ended = "" if first == rank else f" (rank {first} ended for it)"
+            ended_for_it = first != rank and self.failed[first] in _FOR_ANOTHER
+            ended = f" (rank {first} ended for it)" if ended_for_it else ""
             return rank, self._blamed[rank] + ended
         status = self.failed[rank]
         name = f"signal {signal_name(-status)}" if status < 0 else f"status {status}"

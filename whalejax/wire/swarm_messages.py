@@ -1,7 +1,7 @@
 """Questions and answers between the processes of a swarm.
 
-A question may be sent twice. Run, generation, step, stage, micro-batch and attempt
-identify it.
+A question may be sent twice. Its fields identify it: a call of a stage by run,
+generation, step, stage, micro-batch and attempt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MadeBy: TypeAlias = Annotated[
 ]
 """Phase, stage, name, incarnation, attempt and coding error of the results of peers."""
 Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
-"""Generation, step and number of micro-batches, and how often each was leased."""
+"""Generation, step and index of micro-batches, and the numbers of earlier leases."""
 
 
 # Answers.
@@ -56,7 +56,9 @@ class Pong(Message):
 
 
 class Receipt(Message):
-    """Answer to a call: seconds on the device, and coding error.
+    """Answer to a call: its seconds, and the coding error.
+
+    The seconds include waiting for the device, checks and coding.
 
     After the last stage's backward call, ``arrays`` has the sums of the loss.
     """
@@ -71,8 +73,10 @@ class Tensors(Message):
 
 
 class Summed(Message):
-    """Micro-batches and attempts in a peer's sum, with the squared norms of the coding
-    error and of the sum.
+    """Micro-batches and attempts in a peer's sum.
+
+    ``lost`` is the squared norm of the coding error, and ``whole`` that of the sum.
+    Both are 0 if the sum is sent without coding.
     """
 
     numbers: Wholes
@@ -92,7 +96,7 @@ class GradientSlices(Message):
 
 
 class StageValues(Message, tag="told"):
-    """Values that a stage sends to all after a round, or the digest of its state."""
+    """A peer's values after an exchange of the update, or the digest of its state."""
 
     numbers: Wholes
     digest: Text
@@ -187,7 +191,7 @@ class Terms(Message):
     call_seconds: Seconds
 
 
-# Questions to all.
+# Questions that several kinds of processes answer.
 
 
 class At(Message):
@@ -274,10 +278,10 @@ class SumPart(At, Question[Tensors]):
 
 
 class UpdateStage(At, Question[StageValues], tag="update"):
-    """Asks for round ``level`` of the update.
+    """Asks for exchange ``level`` of the update that applies the sum ``round``.
 
-    ``arrays`` has the sums of the loss in round 0, and later the values that ``heard``
-    names.
+    ``arrays`` has the sums of the loss in exchange 0. Later it has the values that
+    ``heard`` names.
     """
 
     stage: Whole
@@ -292,7 +296,11 @@ class UpdateStage(At, Question[StageValues], tag="update"):
 
 
 class Sync(At, Question[StageValues]):
-    """Asks a peer to get the state of a step; ``keeps`` allows the peer's own state."""
+    """Asks a peer to get the state of a step.
+
+    If ``keeps``, a peer that has the state downloads nothing. Without ``sources``, the
+    peer initialises the state.
+    """
 
     stage: Whole
     keeps: bool
@@ -371,4 +379,4 @@ def _check_holders(holders: Holders) -> None:
 
 def _check_as_many(numbers: Wholes, attempts: Wholes) -> None:
     if len(numbers) != len(attempts):
-        raise ValueError("numbers and attempts are not as many")
+        raise ValueError("numbers and attempts differ in length")

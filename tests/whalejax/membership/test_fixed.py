@@ -116,6 +116,15 @@ def test_who_failed_first(
     assert effect.status == (status if status > 0 else 128 - status)
 
 
+def test_a_failure_of_its_own_is_not_for_the_blamed_process() -> None:
+    run = run_of(2)
+    assert run.hear(1, BlameReport(rank=0, why="has said nothing"))
+    assert run.hear(0, BlameReport(rank=1, why="has said nothing for long"))
+    assert not end(run, 1.0, 1, 3)
+    look(run, 1.0 + SOON_SECONDS)
+    assert failure(run) == (0, "has said nothing")
+
+
 def test_one_that_is_stopped_is_given_up_and_one_that_goes_on_is_not() -> None:
     run, last = run_of(2), int(STOPPED_SECONDS)
     for second in range(last):

@@ -1,15 +1,16 @@
 """Parameters in host memory, fetched to the device where they are read.
 
 Such a parameter is a stack of layers, of which a scan reads a slice in each iteration.
-It stays in host memory until an operation reads it. Casts and reshapes before the read
-are pending, and are applied to the fetched slice. So only the slice is on the device,
-and the backward pass fetches it again.
+It stays in host memory until an operation reads it. Casts, reshapes and sharding
+constraints before the read are pending, and are applied to the fetched slice. So only
+the slice is on the device, and the backward pass fetches it again.
 
 The gradient of the parameter is computed on the device and stays there. JAX would send
-the gradient of a fetched value back to host memory. So the program is differentiated by
-a seed instead, an array of the parameter's shape. The forward pass never reads the
-seed, and it is absent from the compiled program. A cast is also applied to the seed, so
-gradients have the same narrow type as without offload.
+the gradient of a fetched value back to host memory. So the gradient is taken with
+respect to ``seed``, an array of the parameter's shape that stands in for it. The
+forward pass never reads the seed, and it is absent from the compiled program. Pending
+operations are also applied to the seed. So gradients have the same narrow type as
+without offload.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class HostParameter:
 
     Attributes:
         host: Values of the parameter.
-        seed: Array by which the program is differentiated; None without a gradient.
+        seed: Array with respect to which the gradient is taken; None without a
+            gradient.
         steps: Pending operations on ``host``, in order. They have been applied to
             ``seed``.
     """
