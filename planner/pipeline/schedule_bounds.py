@@ -2,9 +2,9 @@
 
 The search for pipelines evaluates a stage only if these bounds allow a fast enough
 step. A stage starts after the stages before it have computed the forward pass of a
-micro-batch. After the stage's last micro-batch, the stages before it compute its
-backward pass. Meanwhile the stage can only compute gradients of parameters that it
-postponed.
+micro-batch. After a stage's last micro-batch, earlier stages still
+compute the backward pass of that micro-batch. Meanwhile the stage can only compute
+gradients of parameters that it postponed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StageSeconds:
 
     Attributes:
         ahead: Seconds of the forward passes.
-        prompt: Seconds until the stage has sent its last gradient: all passes without
+        prompt: Seconds until the stage has sent its last cotangent: all passes without
             the gradients of parameters that a schedule can postpone, and half the
             gradient reduction.
         busy: Seconds of all passes and of the gradient reduction.
@@ -60,7 +60,7 @@ class StageSeconds:
 
     @classmethod
     def least(cls, several: Iterable[StageSeconds]) -> StageSeconds:
-        """Returns the smallest of each bound over several layouts of a stage."""
+        """Returns the smallest of each bound, all numbers, over layouts of a stage."""
         parts = [(one.ahead, one.prompt, one.busy) for one in several]
         ahead, prompt, busy = (min(part) for part in zip(*parts, strict=True))
         return cls(ahead=ahead, prompt=prompt, busy=busy)
@@ -98,9 +98,11 @@ def least_step_seconds(
 
 
 def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
-    """Returns the least ``least_step_seconds`` over all divisions into stages.
+    """Returns the least ``least_step_seconds`` over divisions into like stages.
 
-    All arguments and the result may be arrays of equal shape.
+    All stages are assumed to have the same ratios of the three bounds. Stages with
+    unlike ratios may have a smaller bound. All arguments and the result may be arrays
+    of equal shape.
 
     Args:
         total: Sum of the lower bounds of all stages.
@@ -122,7 +124,7 @@ def least_divided_seconds(total: StageSeconds, stages: Any, count: Any) -> Any:
 class PricedStages:
     """Lower bounds of the stages that were evaluated, by cut.
 
-    Joining micro-batches keeps a stage's layout possible and its step no longer. So
+    With fewer, larger micro-batches, a layout is still possible and not slower. So
     bounds for a number of micro-batches also hold for its multiples.
     """
 
@@ -169,8 +171,8 @@ class PricedStages:
         """Returns an approximate bound on the step seconds of any cut for equal
         devices.
 
-        It assumes that the work of all stages together does not depend on the cut, and
-        one part of the model per stage.
+        It assumes that the total work is the same for all cuts. It assumes no virtual
+        stages.
 
         Args:
             count: Number of micro-batches.

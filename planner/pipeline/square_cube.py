@@ -2,8 +2,8 @@
 
 A stage of width d computes d² work per token, and transfers d values. So over the same
 link, wider stages wait less (SWARM, section 3.1). More layers per stage also compute
-more for the same transfer. The work of the given stages is counted; the law predicts
-other widths relative to theirs.
+more for the same transfer. The law predicts only other widths. The work of the given
+stages is exact.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class StageWork:
     """Work and transfers of one micro-batch on one stage.
 
     Attributes:
-        flops: FLOPs of products in both passes.
-        compute_seconds: Seconds of a forward pass, and of a backward pass with a
-            recomputed forward pass.
+        flops: FLOPs of products on one device in both passes, with recomputation. The
+            last stage recomputes nothing.
+        compute_seconds: Seconds of both passes, with the same recomputation.
         received_bytes, sent_bytes: Bytes that the stage's link carries in each
             direction.
     """
@@ -66,7 +66,10 @@ class StageOverLink:
 
     @property
     def busy_width(self) -> float:
-        """Smallest width that keeps the device busy, relative to the stage's width."""
+        """Smallest width that keeps the device busy if transfers overlap.
+
+        It is relative to the stage's width.
+        """
         return self.wire_seconds / self.compute_seconds
 
     def with_link_speed(self, bytes_per_second: float) -> StageOverLink:

@@ -421,7 +421,23 @@ def test_what_cannot_be_sent_is_named() -> None:
         with lock:
             return (x @ w).mean()
 
-    with pytest.raises(VerifyError, match="cannot be sent to the process"):
+    with pytest.raises(VerifyError, match="cannot be sent to another process"):
+        _plan_of(loss).verify()
+
+
+class Unsent:
+    def __getstate__(self) -> Any:
+        raise RuntimeError("it stays here")
+
+
+def test_whatever_an_object_raises_is_named() -> None:
+    here = Unsent()
+
+    def loss(w: Any, x: Any) -> Any:
+        assert here is not None
+        return (x @ w).mean()
+
+    with pytest.raises(VerifyError, match="to another process: it stays here"):
         _plan_of(loss).verify()
 
 

@@ -42,8 +42,8 @@ def with_timing(
         precision: Precision of the model, as ``wh.plan`` takes it.
 
     Returns:
-        The cluster, whose kind of device has the timing instead of an older one of the
-        same model; and the timing with the planner's prediction.
+        The cluster with the timing added, which replaces an older timing of the model.
+        And the timing, with the planner's prediction.
 
     Raises:
         WhaleError: ``samples`` is less than 1, or the measurement is unusable.
@@ -65,9 +65,11 @@ def with_timing(
         )
         for n in (FEW, MANY)
     }
-    predicted = _micro_batch({n: plan.time.step_seconds for n, plan in plans.items()})
-    measured = _micro_batch(
-        {n: _step(job, model, p, n * count) for n, p in plans.items()}
+    predicted = _micro_batch_seconds(
+        {n: plan.time.step_seconds for n, plan in plans.items()}
+    )
+    measured = _micro_batch_seconds(
+        {n: _step_seconds(job, model, p, n * count) for n, p in plans.items()}
     )
     if measured <= 0:
         raise WhaleError(
@@ -91,11 +93,11 @@ def with_timing(
 
 
 FAR = 1.5
-"""Least factor between time and prediction at which ``timing_words`` explains it."""
+"""Factor between a time and its prediction above which ``timing_words`` comments."""
 
 
 def timing_words(timed: TimedModel) -> str:
-    """Describes a timing and its prediction, and explains a large difference.
+    """Describes a timing and its prediction, and what a large difference means.
 
     Args:
         timed: The timing.
@@ -120,11 +122,11 @@ def timing_words(timed: TimedModel) -> str:
     )
 
 
-def _micro_batch(steps: Mapping[int, float]) -> float:
+def _micro_batch_seconds(steps: Mapping[int, float]) -> float:
     return (steps[MANY] - steps[FEW]) / (MANY - FEW)
 
 
-def _step(job: Job, model: Any, plan: Plan, samples: int) -> float:
+def _step_seconds(job: Job, model: Any, plan: Plan, samples: int) -> float:
     batch = job.batch_at(0, samples)
     step = compile_step(
         plan,

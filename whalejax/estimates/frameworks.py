@@ -1,7 +1,8 @@
 """Defaults of the frameworks of published runs, for values that a table omits.
 
-The frameworks document these defaults. They depend on the framework alone, never on a
-table, model or row.
+Most defaults are those that the frameworks document. ``UNKNOWN`` has common values,
+``tuned`` is fitted, and the last three attributes of ``Framework`` describe profiles of
+one paper. Defaults never depend on a model or a row.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ class Framework:
         compiled: Whether the step is one program on the device. If not, a host launches
             every operation. A row may say otherwise under ``compile``.
         xla: Whether XLA compiles the step; a row cannot change this.
-        flash: Whether attention is one kernel that keeps its scores on chip.
+        flash: Whether attention is one kernel that keeps its scores on chip. A row may
+            say otherwise, and devices before Ampere need ``flash_anywhere``.
         overlaps_gradients: Whether gradient reduction overlaps with the backward pass.
         overlaps_layers: Whether tensor- and context-parallel collectives overlap with
             products, in chunks.
-        interleaves: Whether published recipes divide a stage into chunks of one or two
-            layers. A row may say otherwise.
+        interleaves: Whether published recipes divide a stage into virtual stages, at
+            most eight. A row may say otherwise.
         sequence_parallel: Whether tensor parallelism shards the sequence. A row may say
             otherwise.
         zero: ZeRO stage over data-parallel devices. A row may say otherwise.
-        remat: Remat policy; None for as much as needed. A row may say otherwise.
+        remat: Remat policy; None for no remat with an attention kernel, and selective
+            remat without one. A row may say otherwise.
         selective: Remat policy that the framework calls "selective".
         flops: Way to count FLOPs.
         dtype: Dtype of products. A row may say otherwise.
-        gradient_bytes: Bytes of one parameter's gradient in the reduction. XLA reduces
-            the results of products, in their dtype.
+        gradient_bytes: Bytes of one parameter's gradient, in memory and in the
+            reduction. With XLA, gradients in the reduction have the products' dtype.
         fused_accumulation: Whether products of weights' gradients add to the gradients
             of earlier micro-batches.
         eager: Whether RMSNorm, rotary embeddings, gates, and masks of attention without
@@ -53,10 +56,11 @@ class Framework:
             an unknown reason.
         grouped: Whether attention supports fewer heads of keys than of queries.
         fused_loss: Whether the loss is one kernel that reads logits in their own dtype.
-            A compiled step always has such a kernel.
+            ``with_compilation`` sets it for compiled steps.
         pads_vocabulary: Whether the vocabulary is padded to a multiple of 128 per rank
             that shards it. If not, it is rounded down to a multiple of the ranks.
         dropout: Whether models have dropout of attention weights and residual inputs.
+            Models with gates have none.
         attention_generation: Generation of devices for which the attention kernel was
             written: 7 before Ampere, 8 Ampere, 9 Hopper and later.
         flash_anywhere: Whether older devices have an attention kernel too.
@@ -320,11 +324,13 @@ def framework(source: str, place: str = "") -> Framework:
     The words of a framework may be anywhere in the text, with blanks, brackets, commas
     or nothing instead of hyphens. If a text names several frameworks, the last counts:
     ``jax-toolbox-maxtext`` is MaxText. Of words that end at the same place, the longest
-    counts. A year or authors in the text choose the version of Megatron-LM.
+    counts. If that framework is Megatron-LM, other words in the text choose its
+    version: a year, authors, or DeepSpeed.
 
     Args:
         source: Cell ``source`` of the row.
-        place: Source of the row, used if ``source`` names no framework; default: empty.
+        place: Reference of the row's table, such as a repository. It is used if the
+            cell names no framework; default: empty.
 
     >>> framework("nemo-24.07").name
     'Megatron-LM and NeMo'
@@ -350,7 +356,7 @@ def framework(source: str, place: str = "") -> Framework:
 
 
 def _megatron_variant(text: str) -> Framework | None:
-    """Returns the Megatron-LM version whose other words occur in a text, or None."""
+    """Returns the version whose words besides "megatron" and "lm" occur, or None."""
     if MEGATRON not in text:
         return None
     for one in FRAMEWORKS:

@@ -3,8 +3,9 @@
 A pipeline is as fast as its slowest stage. The speed of a stage is the sum of its
 peers' speeds. By SWARM's rule (section 3.2), the stage with least load gives its peer
 with the shortest queue to the stage with most load. The rule ``OPTIMUM`` instead
-maximises the speed of the slowest stage. It is exact for equal peers, and moves and
-exchanges unequal ones. ``Rebalancer`` decides whether a move is worth its cost.
+moves peers so that the slowest stage gets as fast as possible. It never exchanges two
+peers; ``best_stages`` does at the start. ``Rebalancer`` decides whether a move is worth
+its cost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from whalejax.meshes.units import count_text
 UNPROVOKED: Final = 5.0  # factor of the threshold for moves without joins and leaves
 HORIZON_SECONDS: Final = 600.0
 """Seconds within which a move, or a wait for a peer, must regain its cost."""
-ROUNDING: Final = 1e-9  # smaller differences between sums of speeds count as equal
+ROUNDING: Final = 1e-9  # smaller relative differences of speeds count as equal
 
 
 class Rule(StrEnum):
@@ -101,9 +102,9 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     """Returns whether a step should wait for peers that download its state.
 
     A wait costs each serving peer ``seconds``. Without it, joining peers must download
-    the next step's state instead. A wait pays if it costs less than the joining peer's
-    work within ``HORIZON_SECONDS`` plus the time that it has already lost. So at some
-    time a step waits for each joining peer.
+    the next step's state instead. A wait pays if it costs no more peer-seconds than the
+    joining peers offer: for each, ``HORIZON_SECONDS`` plus the time it has lost. So at
+    some time a step waits for each joining peer.
 
     Args:
         lost: For each joining peer, seconds since it could have begun to serve.
@@ -120,8 +121,9 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
 def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """Returns the move of the paper's rule, by queues, or None.
 
-    A stage's load is the number of its waiting calls. A stage without peers has the
-    largest load. There is no move if all stages with less load have only one peer.
+    A stage's load is the number of its waiting and running calls. A stage without peers
+    has the largest load. There is no move if all stages with less load have only one
+    peer.
 
     Args:
         peers: All peers.
@@ -149,7 +151,8 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """Returns the first move towards the fastest pipeline; None if none is faster.
 
     If several stages are equally slow, each needs a move before the pipeline gets
-    faster. So ``speed_after`` is the speed after all these moves.
+    faster. So ``speed_after`` is the speed after ``moves`` moves, at most one per
+    stage.
 
     Args:
         peers: All peers.
@@ -192,7 +195,8 @@ def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Returns each stage's number of equal peers for the fastest pipeline.
 
     Each peer in turn goes to the slowest stage. This is exact: if a stage has more
-    peers than in another split, it was the slowest when it got the last one.
+    peers than in another split, it was the slowest when it got the last one. So the
+    other split's slowest stage is no faster.
 
     Args:
         peers: Number of peers.
@@ -205,13 +209,13 @@ def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
         >>> best_counts(8, [1.0, 2.0, 1.0])
         (2, 4, 2)
     """
-    if peers < len(seconds) or not seconds or min(seconds) <= 0:
+    if not seconds or not min(seconds) > 0:
         raise WhaleError(
-            f"peers of stages: {count_text(peers, 'peer')} for "
-            f"{count_text(len(seconds), 'stage')} of "
-            f"{list(seconds)} seconds; there must be at least 1 a stage, and "
-            "each must take more than 0 seconds. Have more peers, or fewer stages"
+            f"peers of stages: stages take {list(seconds)} seconds; expected one "
+            "number above 0 for each stage"
         )
+    if peers < len(seconds):
+        raise WhaleError(_too_few_peers(peers, len(seconds)))
     counts = [1] * len(seconds)
     for _ in range(peers - sum(counts)):
         slowest = min(
@@ -219,6 +223,14 @@ def best_counts(peers: int, seconds: Sequence[float]) -> tuple[int, ...]:
         )
         counts[slowest] += 1
     return tuple(counts)
+
+
+def _too_few_peers(peers: int, stages: int) -> str:
+    return (
+        f"peers of stages: {count_text(peers, 'peer')} for "
+        f"{count_text(stages, 'stage')}; each stage needs one. Have more peers, or "
+        "fewer stages"
+    )
 
 
 def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
@@ -232,18 +244,20 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
         stages: Number of stages of the model.
 
     Raises:
-        WhaleError: There are fewer peers than stages.
+        WhaleError: There are fewer peers than stages, or a speed is not above 0.
     """
     if len(speeds) < stages:
-        raise WhaleError(
-            f"peers of stages: {count_text(len(speeds), 'peer')} for "
-            f"{count_text(stages, 'stage')}; each stage "
-            "needs one. Have more peers, or fewer stages"
-        )
+        raise WhaleError(_too_few_peers(len(speeds), stages))
+    for peer, each in speeds.items():
+        if not min(each) > 0:
+            raise WhaleError(
+                f"peers of stages: {peer} has the speeds {list(each)}; expected "
+                "numbers above 0"
+            )
     placed: dict[str, int] = {}
     sums, counts = [0.0] * stages, [0] * stages
-    # Expensive stages are slow for all peers, so compare a peer's speed with the speeds
-    # of others in the same stage.
+    # A stage's cost scales the speeds of all peers alike, and drops out of the order by
+    # their products over stages.
     order = sorted(speeds, key=lambda p: (-math.fsum(map(math.log, speeds[p])), p))
     for left, peer in zip(range(len(order), 0, -1), order, strict=True):
         empty = [s for s in range(stages) if not counts[s]]
@@ -292,11 +306,12 @@ class MoveCost:
 class Rebalancer:
     """Checks the peers periodically and chooses at most one move at a time.
 
-    A move must raise the speed of the pipeline by a threshold, and gain more within a
-    horizon than the peer's absence loses. Only one peer moves at a time. A moved peer
-    does not move back until peers have joined or left, so noisy measurements cannot
-    make it oscillate. After as many moves as joins and leaves, the threshold is five
-    times as high.
+    A move to a stage without peers is always worth it. Another move must raise the
+    speed of the pipeline by a threshold. Within a horizon, it must also gain more than
+    the peer's absence and its lost gradients cost. Only one peer moves at a time. A
+    moved peer does not move back until peers have joined or left, so noisy measurements
+    cannot make it oscillate. Each join or leave allows one move at this threshold.
+    Other moves need five times as much.
     """
 
     def __init__(
@@ -402,7 +417,7 @@ class Rebalancer:
 
     @property
     def moving(self) -> str | None:
-        """Name of the moving peer, or None."""
+        """Name of the peer whose move has not ended by ``arrived``, or None."""
         return self._moving[0] if self._moving else None
 
     def _pays(self, move: PeerMove, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
@@ -435,9 +450,10 @@ def _best_step(
     sums: Sequence[float],
     counts: Sequence[int],
 ) -> tuple[PeerLoad, int] | None:
-    """Returns the move, as (peer, stage), that improves the speeds of all stages most.
+    """Returns the best move to the slowest stage, as (peer, stage), or None.
 
-    None if no move improves them.
+    Stages' speeds are compared in ascending order: first the slowest stages, then the
+    next ones.
     """
     best, step = _measure(sums), None
     slowest = min(range(len(sums)), key=lambda s: (sums[s], s))

@@ -33,11 +33,11 @@ _NOISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of a compilation.
+    """Result of a compilation or another task.
 
     Attributes:
         data: Answer of the worker.
-        words: Output of the compiler.
+        words: Output of the worker, such as messages of the compiler.
     """
 
     data: Mapping[str, Any]
@@ -77,7 +77,7 @@ def run(
 
     Raises:
         VerifyError: The request cannot be pickled, or the process died or did not end
-            in time. For the process, the message has the end of its output.
+            in time. If the process failed, the message ends with its output.
     """
     compiles = not task
     task = task or f"compiling for {request.target.words}"
@@ -119,8 +119,7 @@ def run(
 _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Flags that replace the timing of kernels, which needs a GPU.
 
-Without timing, the library computes products, as the compiler's own first choice fails
-for some sizes.
+cuBLAS then computes products, because untimed Triton kernels fail for some sizes.
 """
 
 
@@ -130,18 +129,18 @@ def _pickled(request: CompileTask) -> bytes:
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:
         return pickle.dumps(settings) + _by_value(request)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
+    except Exception as error:  # Objects of the user may raise anything.
         raise VerifyError(
-            f"the loss, the model or the optimizer cannot be sent to the process that "
-            f"compiles: {error}. Create its locks, open files and the like elsewhere"
+            f"the loss, the model or the optimizer cannot be sent to another process: "
+            f"{error}. Create its locks, open files and the like elsewhere"
         ) from error
 
 
 def _by_value(request: Any) -> bytes:
     """Pickles a request together with definitions from the user's program.
 
-    JAX's functions with their own backward pass cannot be pickled. They are made again
-    from the functions that they contain, and may refer to themselves.
+    A ``jax.custom_vjp`` is sent as its attributes and rebuilt from them. It may be
+    recursive.
     """
     import cloudpickle
     import jax
@@ -165,7 +164,8 @@ def _lives_here_only(module: Any) -> bool:
     """Returns whether no other process can import a module by its name.
 
     Modules made by hand have no file. Modules loaded from a file may be outside the
-    import path. For a part of a package, its package decides.
+    import path. For a part of a package, its package decides. ``__main__`` does not
+    count, because cloudpickle sends its definitions anyway.
     """
     if not isinstance(module, types.ModuleType):
         return False
@@ -197,10 +197,11 @@ _SETTINGS = (
 
 
 def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
-    """Returns the environment of a worker, which has no device of its own.
+    """Returns the environment of a worker.
 
-    The worker sees the packages of this process. For GPU programs, the packages of the
-    second environment come last, so that those of this environment take precedence.
+    A worker that compiles for absent devices uses virtual ones. The worker sees the
+    packages of this process. ``extra_paths`` come last, so this environment's packages
+    take precedence.
     """
     environment = dict(os.environ)
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
@@ -209,7 +210,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
         _virtual_devices(environment, target.num_devices)
         if target.kind == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
-        # This process may use all memory of the device.
+        # This process may already hold most of the device's memory.
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         return environment
     environment["JAX_PLATFORMS"] = "cpu"

@@ -112,6 +112,23 @@ def test_too_few_peers_are_an_error(call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: best_counts(9, [1.0, 0.0]), r"\[1.0, 0.0\] seconds; expected one num"),
+        (
+            lambda: best_stages({"a": (1, 0), "b": (1, 1)}, 2),
+            r"a has the speeds \[1, 0",
+        ),
+    ],
+)
+def test_numbers_that_are_not_above_zero_are_named(
+    call: Callable[[], object], text: str
+) -> None:
+    with pytest.raises(WhaleError, match=text):
+        call()
+
+
 def test_the_rule_of_the_paper() -> None:
     peers = [
         PeerLoad(peer=name, stage=stage, queue_length=queue, speeds=(1.0, 1.0, 1.0))
