@@ -70,8 +70,7 @@ def build_mesh(
     if not problems and order and len(order) < used:
         problems.add(
             f"order has {count_text(len(order), 'number')} of devices, but the mesh "
-            f"has {used} "
-            "positions; give a number for each"
+            f"has {used} positions; give a number for each"
         )
     problems.raise_if_any()
     if order:
@@ -115,8 +114,7 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     if not _is_spec(spec):
         raise WhaleError(
             f"spec is {short_repr(spec)}; expected a tuple of mesh axes for each "
-            "dimension, "
-            "such as ((), ('data', 'fsdp'))"
+            "dimension, such as ((), ('data', 'fsdp'))"
         )
     entries: list[tuple[str, ...] | str | None] = [
         axes if len(axes) > 1 else (axes[0] if axes else None) for axes in spec
@@ -217,8 +215,7 @@ def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int)
     if used > available:
         return (
             f"{product} needs {count_text(used, 'device')}; there are "
-            f"{available}.{fits} Give {used} "
-            f"devices, or plan a mesh of {available}"
+            f"{available}.{fits} Give {used} devices, or plan a mesh of {available}"
         )
     return (
         f"{product} uses {used} of {count_text(available, 'device')}.{fits} To leave "

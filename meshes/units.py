@@ -27,12 +27,12 @@ def milliseconds(seconds: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """Formats a number of things.
 
-    >>> count_text(1, "sample"), count_text(3, "micro-batch"), count_text(0, "entry")
-    ('1 sample', '3 micro-batches', '0 entries')
+    >>> count_text(1, "sample"), count_text(3, "micro-batch"), count_text(0, "copy")
+    ('1 sample', '3 micro-batches', '0 copies')
     """
     if count == 1:
         return f"1 {noun}"
-    if noun.endswith("ry"):
+    if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{count} {noun[:-1]}ies"
     return f"{count} {noun}" + ("es" if noun.endswith(("ch", "ss")) else "s")
 

@@ -67,8 +67,7 @@ class HSTUConfig:
         if len(self.rows) != len(FEATURES):
             raise wh.WhaleError(
                 f"HSTUConfig has {count_text(len(self.rows), 'table')} in rows; "
-                "expected "
-                f"{len(FEATURES)}: {', '.join(FEATURES)}"
+                f"expected {len(FEATURES)}: {', '.join(FEATURES)}"
             )
 
 

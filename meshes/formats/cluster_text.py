@@ -226,15 +226,14 @@ def _node_part(
         whole = -(-groups * per_node // most)
         problems.add(
             f"{term!r} puts {count_text(per_node, 'device')} into one node; a node of "
-            f"{name} holds "
-            f"{most}. Write {name}:{whole}x{most}, or describe the node in a TOML file"
+            f"{name} holds {most}. Write {name}:{whole}x{most}, or describe the node "
+            "in a TOML file"
         )
         return None
     if groups > 1 and found.network is None:
         problems.add(
             f"{term!r} has {count_text(groups, 'node')}; the catalogue knows no "
-            f"network for {name}. "
-            f"Describe the cluster in a TOML file with [[levels]]"
+            f"network for {name}. Describe the cluster in a TOML file with [[levels]]"
         )
         return None
     return _Part(entry=found, groups=groups, lengths=(per_node,))

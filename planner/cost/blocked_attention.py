@@ -139,7 +139,7 @@ def busiest_share(
     (4, 4, 0.625)
     """
     if mask is not None and not mask.triangular:
-        result = ring(num_rows, num_columns, size, mask.hidden)
+        result = ring(num_rows, num_columns, size, mask.hidden_blocks)
         return result.row_size, result.column_size, result.share
     zigzag = is_zigzag(num_rows, size, mask)
     parts = 2 * size if zigzag else size
@@ -219,13 +219,13 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
     """Returns ``busiest_share`` for each number of rows on a device, and of columns."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
-    found = [
+    block_shapes = [
         _busiest(product.m, int(number), int(size), product.mask)
         for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
     ]
     if not sizes.ndim:
-        return found[0]
-    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
+        return block_shapes[0]
+    height, width, share = np.array(block_shapes).reshape(*sizes.shape, 3).T
     return height.T, width.T, share.T
 
 

@@ -50,15 +50,17 @@ class ScoreMask:
             triangular=causal and not hidden[~later].any(),
         )
 
-    def hidden(self, rows: int, columns: int) -> np.ndarray:
+    def hidden_blocks(self, rows: int, columns: int) -> np.ndarray:
         """Returns the blocks without a visible part, ``bool[rows, columns]``.
+
+        A block smaller than a part counts as visible if its part is.
 
         Args:
             rows: Number of equal blocks of rows.
             columns: Number of equal blocks of columns.
 
         >>> mask = ScoreMask.of(~np.tri(4, dtype=bool), square=True)
-        >>> mask.hidden(2, 2).tolist()
+        >>> mask.hidden_blocks(2, 2).tolist()
         [[False, True], [False, False]]
         """
         count = self.count

@@ -207,8 +207,7 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         remedy += f", or {idle}" if near else f". Or {idle}"
     raise DeviceCountError(
         f"stage is {stages}, which does not divide the {count_text(devices, 'device')} "
-        "into equal "
-        f"stages; {remedy}"
+        f"into equal stages; {remedy}"
     )
 
 
@@ -229,8 +228,7 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
         raise PlanError(
             f"stage is {stages}, but {cluster.describe()} has no {stages} equal parts "
             f"of {count_text(devices, 'device')} with equal links. Use another number "
-            "of stages, or "
-            "of devices"
+            "of stages, or of devices"
         ) from error
 
 

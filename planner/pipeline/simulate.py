@@ -280,8 +280,7 @@ def _by_action(
             problems.add(
                 f"{name}_seconds has {count_text(len(values), 'entry')}; expected "
                 f"{table.num_places}: {count_text(table.num_chunks, 'chunk')} on each "
-                "of "
-                f"{count_text(table.num_stages, 'stage')}"
+                f"of {count_text(table.num_stages, 'stage')}"
             )
     if table.splits_backward and weight is None:
         problems.add(

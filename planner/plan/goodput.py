@@ -386,8 +386,8 @@ def _replay_trace(policy: Policy, spares: int, path: Path) -> TraceReplay:
     if len(names) > policy.nodes + spares:
         raise WhaleError(
             f"{path} names {count_text(len(names), 'node')}; the run has "
-            f"{policy.nodes} and {spares} "
-            "spares. Give nodes= and spares= as in the trace"
+            f"{policy.nodes} and {spares} spares. Give nodes= and spares= as in the "
+            "trace"
         )
     seconds = events[-1].time
     own = [event for event in events if event.node in names[: policy.nodes]]

@@ -222,8 +222,7 @@ def _check(shared: StackedLayers, stages: int, request: Request) -> None:
     if stages > layers:
         raise PlanError(
             f"stage is {stages}, but the model has {count_text(layers, 'layer')}, and "
-            "each stage "
-            f"needs at least one; expected at most {layers}"
+            f"each stage needs at least one; expected at most {layers}"
         )
     check_stages(request, stages, most=layers, estimated=STAGE_ESTIMATES)
 

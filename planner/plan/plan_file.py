@@ -196,8 +196,7 @@ def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
     if plan.pipelines and len(plan.pipelines) != ranks:
         problems.add(
             f"{where}pipelines has {count_text(len(plan.pipelines), 'entry')}; data "
-            f"has {ranks} "
-            "ranks"
+            f"has {ranks} ranks"
         )
 
 

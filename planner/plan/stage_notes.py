@@ -235,9 +235,8 @@ def too_large(one: StageMemoryPlan) -> NothingFits:
     return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
         f"{gigabytes(room)}, {gigabytes(need - room)} short, on stage {one.fullest} "
-        "(they count from 0); "
-        f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
-        "shard more inside a stage (fsdp, tensor)",
+        f"(they count from 0); {gigabytes(most)} of it are {name}. Use more stages or "
+        "micro-batches, or shard more inside a stage (fsdp, tensor)",
         lacks_bytes=need - room,
         of_bytes=room,
         nearest=one.layout,

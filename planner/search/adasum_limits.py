@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import count_text
 from whalejax.planner.cost.adasum_cost import DATA, Part, combining, node_size
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.model.dimensions import Dimensions
@@ -81,10 +82,18 @@ def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:
     most = request.num_devices // others
     if ranks == 1 or most < 2:
         which = "mesh= fixes data 1" if ranks == 1 else f"data is at most {most}"
+        remedy = 'Give data at least 2, as in mesh={"data": 2}'
+        if most < 2:
+            few = request.num_devices < 2
+            remedy = (
+                "Use more devices"
+                if few
+                else "Give data at least 2, and other axes less"
+            )
+        devices = count_text(request.num_devices, "device")
         yield (
-            f'combine is "{way}", and {which} of {request.num_devices} devices: one '
-            'rank has nothing to combine with. Give data at least 2, as in mesh={"data"'
-            ": 2}, or leave combine out"
+            f'combine is "{way}", and {which} on {devices}: one rank has nothing to '
+            f"combine with. {remedy}, or leave combine out"
         )
     if way == "adasum_nodes" and len(cluster.nodes) < 2:
         yield (
@@ -100,11 +109,13 @@ def _of_shares(request: Request, cluster: Cluster, shares: object) -> Iterator[s
     alike = shares is None or (isinstance(shares, str) and len(kinds) == 1)
     if alike and len(kinds) == 1:
         return
-    which = f"shares is {shares}" if len(kinds) == 1 else f"devices are {kinds}"
+    mixed = len(kinds) > 1
+    which = f"devices are {kinds}" if mixed else f"shares is {shares}"
+    remedy = "Use devices of one kind" if mixed else "Leave shares out"
     yield (
         f'combine is "{request.combine}", and {which}: Adasum counts all ranks '
-        "alike, so it takes ranks of one program with equally many samples. Leave "
-        "shares out, on devices of one kind; or leave combine out"
+        "alike, so it takes ranks of one program with equally many samples. "
+        f"{remedy}, or leave combine out"
     )
 
 
@@ -120,8 +131,7 @@ def _of_storage(request: Request) -> Iterator[str]:
         yield (
             f'zero is {request.zero}, but with combine "{way}" each rank has its full '
             "gradients; expected 0 or 1. Give one of these, or shard over the mesh "
-            "axis "
-            "fsdp"
+            "axis fsdp"
         )
     if request.offload:
         yield (

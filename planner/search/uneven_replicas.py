@@ -193,8 +193,8 @@ def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
     if not 0 <= node < len(counts):
         raise PlanError(
             f"node is {node}; the plan is for {count_text(len(counts), 'node')}, "
-            "numbered from 0. "
-            "step.batch_rows() has the samples of processes that are not nodes"
+            "numbered from 0. step.batch_rows() has the samples of processes that are "
+            "not nodes"
         )
     size = plan.num_devices // len(plan.shares)
     start, end = sum(counts[:node]), sum(counts[: node + 1])
@@ -369,9 +369,8 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
         text = (
             f"memory holds {held} of {count_text(count, 'micro-batch')} "
             f"({nearest.layout}): with {share} of them, and buffers to exchange "
-            f"gradients, {device.name} needs "
-            f"{gigabytes(int(device.needs(share)))} {short}. {remedy}or a mesh with "
-            "more devices in a replica"
+            f"gradients, {device.name} needs {gigabytes(int(device.needs(share)))} "
+            f"{short}. {remedy}or a mesh with more devices in a replica"
         )
     return NothingFits(text, lacks_bytes=lacks, of_bytes=room, nearest=nearest.layout)
 

@@ -65,8 +65,7 @@ def check_shares(
     if wrong:
         raise PlanError(
             f"shares has {count_text(len(asked), 'entry')}; {wrong}. Give one number "
-            "for each "
-            f"{one}, or leave them to the planner (shares=None)"
+            f"for each {one}, or leave them to the planner (shares=None)"
         )
     total = sum(asked)
     if total == 0 or size % total or count not in (None, total):

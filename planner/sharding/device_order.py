@@ -107,10 +107,8 @@ def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
         if not problems and result[0].shape != result[1].shape:
             problems.add(
                 f"traffic_bytes is for {count_text(len(result[0]), 'rank')}, "
-                "seconds_per_byte for "
-                f"{count_text(len(result[1]), 'device')}; expected equal numbers. Give "
-                "idle devices "
-                "ranks that send nothing"
+                f"seconds_per_byte for {count_text(len(result[1]), 'device')}; "
+                "expected equal numbers. Give idle devices ranks that send nothing"
             )
     return result[0], result[1]
 

@@ -76,30 +76,25 @@ def check_devices(
             )
         problems.add(
             f"the marks ask for {count_text(needed, 'device')} ({listing}), but there "
-            "are "
-            f"{num_devices}. {remedy}"
+            f"are {num_devices}. {remedy}"
         )
     elif num_devices % needed:
         problems.add(
             f"one model replica takes {count_text(needed, 'device')} ({listing}), "
-            "which does not "
-            f"divide {num_devices}. Counts that do: {_counts(num_devices)}"
+            f"which does not divide {num_devices}. Counts that do: "
+            f"{_counts(num_devices)}"
         )
     if around is not None and places.has_stages and around != needed:
         problems.add(
             f"replicate(devices={around}) is around {count_text(stages, 'stage')}, but "
-            "one copy of "
-            f"the model takes {count_text(needed, 'device')} ({listing}). Give it "
-            f"{needed}, or leave "
-            "devices= out in one of the two"
+            f"one copy of the model takes {count_text(needed, 'device')} ({listing}). "
+            f"Give it {needed}, or leave devices= out in one of the two"
         )
     elif around is not None and around % stages:
         problems.add(
             f"replicate(devices={around}) is around {count_text(stages, 'stage')}, but "
-            f"its {around} "
-            f"devices do not divide into {count_text(stages, 'stage')}. Use "
-            f"devices={stages} or a "
-            "multiple of it"
+            f"its {around} devices do not divide into {count_text(stages, 'stage')}. "
+            f"Use devices={stages} or a multiple of it"
         )
         return
     for graph in task_graphs:
@@ -110,8 +105,8 @@ def check_devices(
             what = "a stage" if key or cut else "a model replica"
             problems.add(
                 f"{graph.name} asks for {count_text(count, 'device')} inside {what} of "
-                f"{width}; "
-                f"{count} does not divide {width}. Counts that do: {_counts(width)}"
+                f"{width}; {count} does not divide {width}. Counts that do: "
+                f"{_counts(width)}"
             )
 
 

@@ -110,7 +110,7 @@ def test_blocks_without_a_visible_part_are_hidden(
     # Cells that parts and blocks both consist of.
     cells = np.kron(seen, np.ones((rows, columns), bool))
     blocks = cells.reshape(rows, count, columns, count).any(axis=(1, 3))
-    hidden = mask.hidden(rows, columns)
+    hidden = mask.hidden_blocks(rows, columns)
     assert not (hidden & blocks).any()
     if count % rows == 0 and count % columns == 0:
         assert (hidden == ~blocks).all()

@@ -492,19 +492,20 @@ def _refusal(cluster: str = "cpu:4", **options: Any) -> str:
 
 def test_one_rank_has_nothing_to_combine_with() -> None:
     assert (
-        'combine is "adasum", and mesh= fixes data 1 of 4 devices: one rank has '
-        'nothing to combine with. Give data at least 2, as in mesh={"data": 2}, or '
+        'combine is "adasum", and mesh= fixes data 1 on 4 devices: one rank has '
+        "nothing to combine with. Give data at least 2, and other axes less, or "
         "leave combine out"
     ) in _refusal(mesh={"data": 1, "tensor": 4})
-    assert "data is at most 1 of 1 devices" in _refusal("cpu:1")
-    assert "data is at most 1 of 4 devices" in _refusal(mesh={"fsdp": 4})
+    text = _refusal("cpu:1")
+    assert "data is at most 1 on 1 device:" in text and "Use more devices" in text
+    assert "data is at most 1 on 4 devices" in _refusal(mesh={"fsdp": 4})
 
 
 @pytest.mark.relaxed_promotion
 def test_several_problems_are_told_at_once() -> None:
     text = _refusal(mesh={"data": 1, "depth": 2, "stage": 2}, shares=[1, 1])
     for problem in (
-        "mesh= fixes data 1 of",
+        "mesh= fixes data 1 on",
         "counts all ranks alike",
         "neither shares=",
     ):

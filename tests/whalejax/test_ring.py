@@ -136,9 +136,8 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
     assert wh.Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_the_compiled_program_sends_what_was_planned() -> None:
+def compiled(plan: wh.Plan) -> Any:
     job = models.job("gpt-test", **SMALL["gpt-test"])
-    plan = asked(**RING)
     step = wh.compile(
         plan,
         job.loss_fn,
@@ -146,7 +145,12 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
         optimizer=optax.sgd(0.1),
         devices=jax.devices(),
     )
-    found = hlo.collectives(hlo.read(step.lower().compile().as_text()))
+    return hlo.read(step.lower().compile().as_text())
+
+
+def test_the_compiled_program_sends_what_was_planned() -> None:
+    plan = asked(**RING)
+    found = hlo.collectives(compiled(plan))
     permutes = found.of("collective-permute")
     assert {i.axes(plan.axis_sizes) for i in permutes} == {("context",)}
     assert sum(i.nbytes * i.count for i in permutes) == sum(sent(plan).values())
@@ -155,17 +159,8 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
 
 def test_scores_of_a_single_block_are_computed_again() -> None:
     """They are equal to those of the forward pass, which compilers would keep."""
-    job = models.job("gpt-test", **SMALL["gpt-test"])
     plan = asked(mesh={"data": 8}, attention="ring")
-    step = wh.compile(
-        plan,
-        job.loss_fn,
-        abstract_model(job),
-        optimizer=optax.sgd(0.1),
-        devices=jax.devices(),
-    )
-    compiled = hlo.read(step.lower().compile().as_text())
-    assert hlo.product_flops(compiled) == plan.product_flops
+    assert hlo.product_flops(compiled(plan)) == plan.product_flops
 
 
 @pytest.mark.sampled(1)

@@ -85,8 +85,7 @@ def batch_leaves(
         if not _is_array(value):
             problems.add(
                 f"{name} is {short_repr(value)}; expected an array with the samples "
-                "along a "
-                "dimension, or its jax.ShapeDtypeStruct"
+                "along a dimension, or its jax.ShapeDtypeStruct"
             )
             continue
         dtype = getattr(value, "dtype", None)
@@ -356,8 +355,8 @@ def _check_sizes(
     if size > MOST_SAMPLES:
         problems.add(
             f"the batch has {count_text(size, 'sample')}; expected at most "
-            f"{MOST_SAMPLES}. If "
-            "another dimension has the samples, give it by batch_axes="
+            f"{MOST_SAMPLES}. If another dimension has the samples, give it by "
+            "batch_axes="
         )
         return
     if size == 0:

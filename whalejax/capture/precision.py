@@ -103,18 +103,10 @@ def taken_precision(
     if free:
         wide[f"({part:.2%} of the work), whose operands the model casts,"] = free
     return asked, [
-        f"{asked}: {product_words(count)} {where} stay{'s' * (count == 1)} in float32"
+        f"{asked}: {count_text(count, 'product')} {where} stay{'s' * (count == 1)} in "
+        "float32"
         for where, count in wide.items()
     ]
-
-
-def product_words(count: int) -> str:
-    """Returns the text for a number of products.
-
-    >>> product_words(1), product_words(2)
-    ('1 product', '2 products')
-    """
-    return count_text(count, "product")
 
 
 def widest_work(graph: Graph) -> str:

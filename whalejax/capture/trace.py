@@ -742,10 +742,10 @@ def _of_a_part(
         raise WhaleError(
             f"num_micro_batches={num_micro_batches}: the loss accepts the batch of "
             f"{count_text(size, 'sample')}, but no micro-batch of "
-            f"{size // num_micro_batches}: "
-            f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Use fewer "
-            "micro-batches, so that each has all samples that the loss takes together, "
-            "with group_size= for neighbouring samples; or num_micro_batches=1"
+            f"{size // num_micro_batches}: {type(error).__name__}: {first} "
+            f"({_compat.raised_at(error)}). Use fewer micro-batches, so that each has "
+            "all samples that the loss takes together, with group_size= for "
+            "neighbouring samples; or num_micro_batches=1"
         ) from error
 
 

@@ -74,9 +74,8 @@ def with_timing(
     if measured <= 0:
         raise WhaleError(
             f"{MANY} micro-batches of {count_text(count, 'sample')} took no longer "
-            f"than {FEW}. The "
-            "machine is too busy, or the micro-batches are too small; give more "
-            "--samples"
+            f"than {FEW}. The machine is too busy, or the micro-batches are too small; "
+            "give more --samples"
         )
     timed = TimedModel(
         weights=weights_hash(plans[FEW].leaves),

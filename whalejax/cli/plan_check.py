@@ -97,9 +97,9 @@ def check_before_training(
     worst = result.worst
     console.print(
         "checked at reduced sizes on "
-        f"{count_text(worst.num_devices, 'virtual device')} in "
-        f"{result.seconds:.0f} s: the largest error of a gradient or parameter is "
-        f"{worst.error:.1e} (limit {worst.limit:.1e})",
+        f"{count_text(worst.num_devices, 'virtual device')} in {result.seconds:.0f} "
+        f"s: the largest error of a gradient or parameter is {worst.error:.1e} (limit "
+        f"{worst.limit:.1e})",
         markup=False,
     )
     return result

@@ -340,9 +340,10 @@ class _Session:
             self._warn(note)
         if or_init:
             steps = count_text(int(or_init.state.step), "step")
-            samples = count_text(or_init.state.samples or 0, "sample")
+            samples = or_init.state.samples
+            more = "" if samples is None else f", {count_text(samples, 'sample')}"
             self.console.print(
-                f"starting from {or_init.checkpoint}: {steps}, {samples}", markup=False
+                f"starting from {or_init.checkpoint}: {steps}{more}", markup=False
             )
         elif options.resume:
             self.console.print("starting at step 0: no checkpoint to resume from")

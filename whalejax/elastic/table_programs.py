@@ -102,10 +102,9 @@ class TableSpreadPrograms(SpreadPrograms):
         if self.size % devices:
             raise PlanError(
                 f"a batch has {count_text(self.size, 'sample')}; expected a multiple "
-                f"of {devices}, "
-                f"the devices of {processes} processes, since each device looks up the "
-                "ids of its own samples. Give a batch that every wanted number of "
-                "devices divides"
+                f"of {devices}, the devices of {processes} processes, since each "
+                "device looks up the ids of its own samples. Give a batch that every "
+                "wanted number of devices divides"
             )
         return job_plans.make_table_plan(
             self._job,
@@ -200,8 +199,8 @@ def _placement_text(placement: TablePlacement) -> str:
         f"{count_text(len(tables), 'table')} in "
         f"{count_text(len(placement.shards), 'shard')} on {count} "
         f"rank{'s' if count > 1 else ''}, the most loaded with "
-        f"{placement.imbalance:.2f} of the mean: {', '.join(ways)}"
-        f"{f' and {more} others' if more else ''}"
+        f"{placement.imbalance:.2f} of the mean: "
+        f"{', '.join(ways)}{f' and {more} others' if more else ''}"
     )
 
 

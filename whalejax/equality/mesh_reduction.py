@@ -76,8 +76,7 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
         raise CheckError(
             f"with size 2 of each of its {len(plan.axes)} mesh axes, the plan needs "
             f"{count_text(mesh.num_devices, 'virtual device')}; expected at most "
-            f"{MOST_DEVICES}. "
-            "Check a plan with fewer stages or axes"
+            f"{MOST_DEVICES}. Check a plan with fewer stages or axes"
         )
     return mesh
 

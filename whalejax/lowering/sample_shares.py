@@ -46,8 +46,7 @@ def checked_shares(
         raise PlanError(
             f"shares is {short_repr(list(result))}; expected {len(plan.shares)} whole "
             f"numbers that add up to {count_text(sum(plan.shares), 'micro-batch')}, "
-            "such as "
-            f"{list(plan.shares)}"
+            f"such as {list(plan.shares)}"
         )
     over = [i for i, (k, m) in enumerate(zip(result, most, strict=True)) if k > m]
     if over:

@@ -346,9 +346,8 @@ def _batch_function(
         )
     if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
         raise WhaleError(
-            f"batches is {short_repr(batches)}; expected a function from the number "
-            "of a "
-            "step, counted from 0, to its global batch, or an iterable of batches"
+            f"batches is {short_repr(batches)}; expected a function from the number of "
+            "a step, counted from 0, to its global batch, or an iterable of batches"
         )
     following = iter(batches)
 
@@ -400,9 +399,8 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
         for name in ("eval_every", "best", "patience"):
             if given[name] is not None:
                 problems.add(
-                    f"{name} is {short_repr(given[name])}, and there is no "
-                    "evaluation: give "
-                    "eval_batches, a list of batches or a function that gives them"
+                    f"{name} is {short_repr(given[name])}, and there is no evaluation: "
+                    "give eval_batches, a list of batches or a function that gives them"
                 )
     if given["save_dir"] is None:
         _check_without_folder(problems, given)
@@ -487,9 +485,8 @@ def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
         raise WhaleError(
             f"save_dir is {save_dir}, which holds {', '.join(there)} already, and the "
             f"state has {count_text(first, 'step')} behind it: training to step "
-            f"{steps} would write "
-            "there. Give another directory, or go on from the latest checkpoint: "
-            "step.restore(loop.latest(save_dir))"
+            f"{steps} would write there. Give another directory, or go on from the "
+            "latest checkpoint: step.restore(loop.latest(save_dir))"
         )
 
 

@@ -275,8 +275,7 @@ class TableStep:
         if not callable(make_model):
             raise WhaleError(
                 f"make_model is {short_repr(make_model)}; expected a function of a "
-                "random "
-                "key, or of nothing, that builds the model"
+                "random key, or of nothing, that builds the model"
             )
         key = typed_key(rng, for_loss=self.adapter.takes_rng)
 
@@ -465,9 +464,8 @@ class TableStep:
             raise PlanError(
                 f"this placement is of {count_text(len(sizes[1]), 'table')} on "
                 f"{count_text(placement.ranks.count, 'rank')}; expected those of the "
-                "plan, "
-                f"{len(sizes[0])} on {before.ranks.count}. Of another number of ranks "
-                "make a plan and a step, and let it adopt the state"
+                f"plan, {len(sizes[0])} on {before.ranks.count}. Of another number of "
+                "ranks make a plan and a step, and let it adopt the state"
             )
         store, programs = self.store, self.programs
         lookups = programs.program.lookups
@@ -628,8 +626,7 @@ class TableStep:
         if not isinstance(state, TablesState):
             raise WhaleError(
                 f"state is {short_repr(state)}; expected what this step's init, "
-                "init_from "
-                "or restore gave"
+                "init_from or restore gave"
             )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             raise WhaleError(

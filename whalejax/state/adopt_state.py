@@ -160,9 +160,8 @@ def checked(state: Any) -> TrainState:
         return state
     if not is_whole(seen, 0):
         raise PlanError(
-            f"state.samples is {short_repr(seen)}; expected the number of samples "
-            "that its "
-            "steps took, 0 or more, or None where that is not known"
+            f"state.samples is {short_repr(seen)}; expected the number of samples that "
+            "its steps took, 0 or more, or None where that is not known"
         )
     return following(replace(state, samples=plain(seen)), state)
 

@@ -181,9 +181,8 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
         return []
     return [
         f"{path.name} was trained with {count_text(before, 'micro-batch')} per step, "
-        "and this run "
-        f"takes {now}: each micro-batch has its own random numbers and statistics, so "
-        f"results differ from those with num_micro_batches={before}"
+        f"and this run takes {now}: each micro-batch has its own random numbers and "
+        f"statistics, so results differ from those with num_micro_batches={before}"
     ]
 
 

@@ -521,10 +521,8 @@ def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
     how = "as asked" if given else f"{QUEUE} for each peer"
     return (
         f"{count_text(plan.num_micro_batches, 'micro-batch')}, {how}; reducing "
-        "gradients in "
-        f"{swarm.sum_wire} takes "
-        f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
-        "make a smaller part"
+        f"gradients in {swarm.sum_wire} takes {milliseconds(seconds)} or {part:.0%} of "
+        "a step, which more micro-batches make a smaller part"
     )
 
 

@@ -338,9 +338,8 @@ class Rebalancer:
         if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
             raise WhaleError(
                 f"rebalancing: {count_text(stages, 'stage')}, period {period} s, "
-                "threshold "
-                f"{threshold}, horizon {horizon} s; there must be a stage, seconds "
-                "above 0, and a threshold of at least 0"
+                f"threshold {threshold}, horizon {horizon} s; there must be a stage, "
+                "seconds above 0, and a threshold of at least 0"
             )
         self.stages, self.rule, self.period = stages, rule, period
         self.threshold, self.horizon = threshold, horizon

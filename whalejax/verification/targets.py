@@ -106,8 +106,8 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
         raise PlanError(
             f"this plan is for {count_text(plan.cluster.num_devices, 'device')} "
             f"({plan.cluster.describe()}), but {target.words} has "
-            f"{target.num_devices}. "
-            "Plan again for it, or give a topology with the plan's number of devices"
+            f"{target.num_devices}. Plan again for it, or give a topology with the "
+            "plan's number of devices"
         )
     return target
 

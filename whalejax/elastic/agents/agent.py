@@ -320,8 +320,7 @@ class Agent:
             tell_user(
                 f"agent {self.name} joined the run at {self._options.supervisor}; it "
                 f"holds at most {count_text(self._options.processes, 'process')}, with "
-                "logs in "
-                f"{self._logs}"
+                f"logs in {self._logs}"
             )
 
     def start(self, slot: int) -> None:

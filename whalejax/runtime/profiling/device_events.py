@@ -94,9 +94,8 @@ def read_trace(folder: Path) -> TraceData:
     if not steps or not events:
         raise WhaleError(
             f"the trace in {folder} has {count_text(len(steps), 'step')} and "
-            f"{len(events)} "
-            "instructions of devices; profiling needs both. Is another profiler "
-            "running?"
+            f"{len(events)} instructions of devices; profiling needs both. Is another "
+            "profiler running?"
         )
     return TraceData(tuple(sorted(steps)), tuple(events))
 

@@ -129,8 +129,7 @@ def job_devices(
     if hosts and len(hosts) != len(nodes):
         raise JobError(
             f"--hosts has {count_text(len(hosts), 'name')}, and {cluster.describe()} "
-            "has "
-            f"{count_text(len(nodes), 'node')}. Give one host for each node"
+            f"has {count_text(len(nodes), 'node')}. Give one host for each node"
         )
     for kind in cluster.kinds:
         if kind.platform not in ("cpu", "gpu"):
@@ -162,9 +161,8 @@ def _check_one_machine(cluster: Cluster) -> None:
         first = nodes[0]
         raise JobError(
             f"{cluster.describe()} has {count_text(len(nodes), 'host')}, and without "
-            "--hosts jobs "
-            "run on this one alone. Give --hosts, one for each node, or a cluster of "
-            f"one, such as {first.kind.name}:{first.count}"
+            "--hosts jobs run on this one alone. Give --hosts, one for each node, or a "
+            f"cluster of one, such as {first.kind.name}:{first.count}"
         )
 
 
@@ -181,8 +179,8 @@ def _names_here(node: Node) -> list[str]:
         kind = node.kind.name
         raise JobError(
             f"--cluster has {count} {kind}, and this host shows "
-            f"{count_text(len(there), 'GPU')} "
-            f"({', '.join(there) or 'none'}). Give {kind}:{len(there) or 'N'} on "
-            "a host with GPUs, or unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
+            f"{count_text(len(there), 'GPU')} ({', '.join(there) or 'none'}). Give "
+            f"{kind}:{len(there) or 'N'} on a host with GPUs, or unset "
+            "CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
         )
     return [*there[:count]]

@@ -87,10 +87,9 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
         groups = f" in groups of {job.group_size}" if job.group_size else ""
         raise JobError(
             f"a batch of {count_text(batch, 'sample')}{groups} cannot be divided into "
-            "2 to "
-            f"{MICRO_BATCHES} micro-batches, so its step has one micro-batch. Larger "
-            "batches are chosen by the gradient-noise scale, which needs two. Give "
-            "another --batch, or --micro-batches"
+            f"2 to {MICRO_BATCHES} micro-batches, so its step has one micro-batch. "
+            "Larger batches are chosen by the gradient-noise scale, which needs two. "
+            "Give another --batch, or --micro-batches"
         )
     if not told["mesh"]:
         platforms = {kind.name: kind.platform for kind in cluster.kinds}

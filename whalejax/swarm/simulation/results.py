@@ -81,8 +81,8 @@ class SwarmSimulation:
                 f"peers compute {self.utilization:.0%} of the time; throughput is "
                 f"{self.of_max_flow:.0%} of what the best placement allows",
                 f"{count_text(self.changes, 'peer')} came or went, {self.moves} moved "
-                "to another "
-                f"stage; for {self.empty_seconds:,.0f} s some stage had no peer",
+                f"to another stage; for {self.empty_seconds:,.0f} s some stage had no "
+                "peer",
                 f"{self.recomputed} gradients were computed again, {self.late} answers "
                 "came late",
             ]
