@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,11 +18,12 @@ import numpy as np
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
 from whalejax.planner.sharding.shard_counts import (
     LeafShardCounts,
+    ShardCounts,
     distinct_columns,
-    leaf_shard_counts,
+    group_shard_counts,
     table_shard_counts,
 )
 
@@ -32,8 +33,11 @@ T = TypeVar("T")
 Cuts = tuple[LeafShardCounts, ...]
 """Shard counts of each group of parameters."""
 
+RECENT = 16
+"""Largest number of selections that cases remember, as searches repeat them."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class AxisHits:
     """Mesh axes that shard the logical dimensions of an operation, by layout.
 
@@ -48,6 +52,12 @@ class AxisHits:
     parts: Mapping[int, np.ndarray]
     tensor: np.ndarray
     _inverse: dict[frozenset[int], np.ndarray] = field(default_factory=dict, init=False)
+
+    @functools.cached_property
+    def shards(self) -> np.ndarray:
+        """Code of each layout, equal for equal numbers of shards of every role."""
+        columns = [sizes.astype(np.int64) for sizes in self.parts.values()]
+        return distinct_columns([np.zeros_like(self.code), *columns])[1]
 
     def inverse(self, roles: frozenset[int]) -> np.ndarray:
         """Returns 1 / number of shards of a tensor with some roles, by layout.
@@ -220,8 +230,16 @@ class LayoutCases:
     row: np.ndarray
     zero: np.ndarray
     count: np.ndarray
-    _cuts: dict[int, tuple[LeafFacts, list[Cuts]]] = field(default_factory=dict)
+    _cuts: dict[Hashable, list[LeafShardCounts]] = field(default_factory=dict)
+    _counts: dict[int, dict[Hashable, ShardCounts]] = field(default_factory=dict)
     _origin: tuple[LayoutCases, np.ndarray] | None = None
+    _distinct: dict[Hashable, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict, init=False
+    )
+    _taken: dict[bytes, LayoutCases] = field(default_factory=dict, init=False)
+    _places: dict[int, tuple[LayoutCases, list[tuple[int, np.ndarray]]]] = field(
+        default_factory=dict, init=False
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -252,21 +270,46 @@ class LayoutCases:
         return self.grid.mesh_at(int(self.row[index]))
 
     def take(self, rows: np.ndarray) -> LayoutCases:
-        """Returns the cases at the given indices."""
-        return LayoutCases(
-            grid=self.grid,
-            row=self.row[rows],
-            zero=self.zero[rows],
-            count=self.count[rows],
-            _origin=(self, rows),
-        )
+        """Returns the cases at the given indices; the same object for a recent call."""
+        key = rows.tobytes()
+        if key not in self._taken:
+            if len(self._taken) == RECENT:
+                self._taken.clear()
+            self._taken[key] = LayoutCases(
+                grid=self.grid,
+                row=self.row[rows],
+                zero=self.zero[rows],
+                count=self.count[rows],
+                _origin=(self, rows),
+            )
+        return self._taken[key]
 
     def with_count(self, count: np.ndarray) -> LayoutCases:
         """Returns the same layouts with other numbers of micro-batches."""
         # Shard counts do not depend on the number of micro-batches.
-        return dataclasses.replace(
-            self, count=count, _cuts=self._cuts, _origin=self._origin
-        )
+        return dataclasses.replace(self, count=count)
+
+    def shard_counts(self, batch: int) -> dict[Hashable, ShardCounts]:
+        """Returns the known shard counts of tensors in one of ``batches``."""
+        return self._counts.setdefault(batch, {})
+
+    def distinct(
+        self, home: int, present: frozenset[int], divisible: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the cases with different shards of an operation's dimensions.
+
+        Args:
+            home, present, divisible: Arguments of ``LayoutGrid.hits``.
+
+        Returns:
+            Index of the first case of each combination of shard counts and number of
+            micro-batches, and the combination of each case.
+        """
+        key = home, present, tuple([divisible[role] for role in sorted(present)])
+        if key not in self._distinct:
+            hits = self.grid.hits(home, present, divisible)
+            self._distinct[key] = distinct_columns([hits.shards[self.row], self.count])
+        return self._distinct[key]
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
@@ -285,39 +328,65 @@ class LayoutCases:
         Args:
             facts: Parameters of the model, in groups of equal ones.
         """
-        pairs = zip(self.batches, self._known_cuts(facts), strict=True)
-        return [(rows, cuts) for (_, rows), cuts in pairs]
-
-    def _known_cuts(self, facts: LeafFacts) -> list[Cuts]:
-        if id(facts) not in self._cuts:
-            cuts = self._cuts_of_origin(facts)
-            if cuts is None:
-                cuts = [
-                    leaf_shard_counts(
-                        facts,
-                        tables,
-                        {axis: sizes[rows] for axis, sizes in self.mesh.items()},
-                        self.zero[rows],
-                    )
-                    for tables, rows in self.batches
-                ]
-            self._cuts[id(facts)] = facts, cuts
-        return self._cuts[id(facts)][1]
-
-    def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
-        origin, rows = self, np.arange(len(self))
-        while id(facts) not in origin._cuts:
-            if origin._origin is None:
-                return None
-            origin, selected = origin._origin
-            rows = selected[rows]
-        place = np.zeros(len(origin), dtype=np.int64)
-        of = {}
-        known = origin._cuts[id(facts)][1]
-        for (_, some), cuts in zip(origin.batches, known, strict=True):
-            place[some] = np.arange(len(some))
-            of[int(origin.table[some[0]])] = cuts
+        groups = [self._group_cuts(group) for group, _ in facts.groups]
         return [
-            tuple(cut.take(place[rows[some]]) for cut in of[int(self.table[some[0]])])
-            for _, some in self.batches
+            (rows, tuple([cuts[place] for cuts in groups]))
+            for place, (_, rows) in enumerate(self.batches)
         ]
+
+    def _group_cuts(self, group: LeafGroup) -> list[LeafShardCounts]:
+        """Returns the shard counts of one group of parameters in each of ``batches``.
+
+        They are computed once for all groups, of any program, that shard alike.
+        """
+        key = group.sharding
+        if key not in self._cuts:
+            origin: LayoutCases | None = self
+            while origin is not None and key not in origin._cuts:
+                origin = origin._origin and origin._origin[0]
+            if origin is not None:
+                known, places = origin._cuts[key], self._places_in(origin)
+                cuts = [known[batch].take(rows) for batch, rows in places]
+            else:
+                cuts = [
+                    group_shard_counts(group, tables[group.home], mesh, self.zero[rows])
+                    for (tables, rows), mesh in zip(
+                        self.batches, self._meshes, strict=True
+                    )
+                ]
+            self._cuts[key] = cuts
+        return self._cuts[key]
+
+    @functools.cached_property
+    def _meshes(self) -> list[dict[str, np.ndarray]]:
+        """Mesh sizes of the cases of each of ``batches``."""
+        return [
+            {axis: sizes[rows] for axis, sizes in self.mesh.items()}
+            for _, rows in self.batches
+        ]
+
+    @functools.cached_property
+    def _batch_places(self) -> tuple[dict[int, int], np.ndarray]:
+        """Batch of each table, and the index of each case in its batch."""
+        place = np.zeros(len(self), dtype=np.int64)
+        of_table = {}
+        for number, (_, rows) in enumerate(self.batches):
+            place[rows] = np.arange(len(rows))
+            of_table[int(self.table[rows[0]])] = number
+        return of_table, place
+
+    def _places_in(self, origin: LayoutCases) -> list[tuple[int, np.ndarray]]:
+        """Returns, for each of ``batches``, its batch and its indices in ``origin``."""
+        if id(origin) not in self._places:
+            rows, one = np.arange(len(self)), self
+            while one is not origin:
+                assert one._origin is not None, "origin is no origin of these cases"
+                one, selected = one._origin
+                rows = selected[rows]
+            of_table, place = origin._batch_places
+            places = [
+                (of_table[int(self.table[some[0]])], place[rows[some]])
+                for _, some in self.batches
+            ]
+            self._places[id(origin)] = origin, places
+        return self._places[id(origin)][1]

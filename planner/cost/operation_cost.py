@@ -79,6 +79,8 @@ class CostSetting:
         batch_roles: Logical dimensions of the batch.
         like: One of the meshes, if ``mesh`` has arrays and all meshes shard the same
             roles. None if meshes may shard different roles.
+        known: Shard counts of tensors on these meshes that were computed before, if
+            they are kept.
     """
 
     mesh: Mapping[str, Any]
@@ -87,6 +89,7 @@ class CostSetting:
     dims: Dimensions
     batch_roles: frozenset[int] = field(default=frozenset())
     like: Mapping[str, int] | None = None
+    known: dict[Hashable, ShardCounts] | None = None
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -100,6 +103,7 @@ class CostSetting:
             self,
             mesh={axis: size[rows] for axis, size in self.mesh.items()},
             num_micro_batches=count[rows] if isinstance(count, np.ndarray) else count,
+            known=None,
         )
 
     @property
@@ -122,6 +126,12 @@ class CostSetting:
             table: Compute table of the TaskGraph.
             fused: Sharding of a fused parameter; None for any other tensor.
         """
+        if self.known is not None:
+            key = layout, sizes, id(table), fused
+            if key not in self.known:
+                alone = dataclasses.replace(self, known=None)
+                self.known[key] = alone.shard_counts(layout, sizes, table, fused)
+            return self.known[key]
         if self.has_unlike_meshes:
             return table_shard_counts(layout, sizes, table, self.mesh, fused)
         return spec_shard_counts(

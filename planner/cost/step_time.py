@@ -320,12 +320,17 @@ class _MicroBatchCosts:
         present, model = self.model.present(row), self.model
         # The number of shards counts, whichever axes make them.
         hits = self._hits(row.task_graph, present)
-        parts = hits.parts
-        names = {f"role {role}": role for role in parts}
-        s = self._setting({n: parts[r][self.cases.row] for n, r in names.items()})
+        first, inverse = self.cases.distinct(row.task_graph, present, self.divisible)
+        layouts, parts = self.cases.row[first], self.parts[first]
+        names = {f"role {role}": role for role in hits.parts}
+        mesh = {name: hits.parts[role][layouts] for name, role in names.items()}
+        s = dataclasses.replace(self._setting(mesh), num_micro_batches=parts)
         kind = slowest_kind(row, model.cluster)
         ahead, behind, launches = row_seconds(row, names, s, kind)
         seconds = (ahead + behind + ahead * row.remat) * row.count
+        seconds, launches = (
+            np.broadcast_to(x, len(first))[inverse] for x in (seconds, launches)
+        )
         self.compute += seconds
         self.between += np.where(hits.tensor[self.cases.row], 0.0, seconds)
         # The backward pass takes twice as long as the forward pass, and may recompute

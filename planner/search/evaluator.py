@@ -462,7 +462,7 @@ class Evaluator:
         host = np.zeros(number)
         # Each batch has the cases with one set of tables.
         pairs = zip(cases.batches, cases.cuts(self.facts), strict=True)
-        for (tables, rows), (_, cuts) in pairs:
+        for batch, ((tables, rows), (_, cuts)) in enumerate(pairs):
             mesh = {axis: sizes[rows] for axis, sizes in cases.mesh.items()}
             count = cases.count[rows]
             accumulates = count > 1
@@ -475,7 +475,10 @@ class Evaluator:
                 gathered=gathered[rows],
                 postpones=postpones and not accumulates.any(),
             )
-            here = self.layout_memory.of(laid, self.setting(mesh, count))
+            s = dataclasses.replace(
+                self.setting(mesh, count), known=cases.shard_counts(batch)
+            )
+            here = self.layout_memory.of(laid, s)
             host[rows] = here.host
             for name, values in here.terms.items():
                 terms.setdefault(name, np.zeros(number))[rows] = values

@@ -186,11 +186,6 @@ class _Layouts:
     counts: Sequence[tuple[int, ...]]
     meshes: Sequence[dict[str, int]]
 
-    def copy(self) -> _Layouts:
-        """Returns a copy with its own cache of the parameters' shard counts."""
-        cases = dataclasses.replace(self.cases, _cuts={}, _origin=None)
-        return dataclasses.replace(self, cases=cases)
-
     def take(self, rows: np.ndarray) -> _Layouts:
         if len(rows) == len(self.cases):
             return self
@@ -989,7 +984,7 @@ class Search:
             if known.key == key and known.options == options:
                 for reason, times in known.refused.items():
                     self._refuse(reason, times)
-                return known.layouts.copy()
+                return known.layouts
         before, self.refused = self.refused, {}
         pairs = [
             (mesh, tables)
@@ -1004,7 +999,7 @@ class Search:
         one = KnownLayouts(key=key, options=options, layouts=layouts, refused=refused)
         if len(every) > 1:
             self.grids.append(one)
-        return layouts.copy()
+        return layouts
 
     def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]

@@ -127,6 +127,12 @@ class LeafGroup:
     looked_up: bool = False
 
     @property
+    def sharding(self) -> Hashable:
+        """Properties that decide the number of shards in each layout."""
+        stored = self.order, self.held, self.trained
+        return self.shape, self.layout, self.sizes, self.fused, self.home, stored
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of one unsharded gradient; 0 without a gradient."""
         return self.nbytes if self.trained else 0

@@ -7,6 +7,7 @@ arrays of meshes, masks apply the same rule, as each mesh may divide other dimen
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,10 @@ import numpy as np
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import Spec, Table, major_dims
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    LeafGroup,
-)
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardCounts:
     """Shards of a tensor's dimensions: numbers for one mesh, or arrays over meshes.
 
@@ -36,7 +34,7 @@ class ShardCounts:
     per_dim: tuple[Any, ...]
     axes: Mapping[str, Any]
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> Any:
         """Number of shards of the full tensor."""
         return math.prod(self.per_dim)
@@ -248,29 +246,17 @@ class LeafShardCounts:
         return self.param.num_shards == self.optimizer.num_shards
 
 
-def leaf_shard_counts(
-    facts: LeafFacts,
-    tables: Mapping[int, Table],
-    mesh: Mapping[str, Any],
-    zero: Any,
-) -> tuple[LeafShardCounts, ...]:
-    """Returns the shard counts of ``lay_out``, for arrays of meshes.
+def group_shard_counts(
+    group: LeafGroup, table: Table, mesh: Mapping[str, Any], zero: Any
+) -> LeafShardCounts:
+    """Returns the shard counts of a group of parameters, for arrays of meshes.
 
     Args:
-        facts: Parameters of the model, in groups of equal ones.
-        tables: Compute table of each TaskGraph, which all meshes share.
+        group: Group of equal parameters; its ``sharding`` decides.
+        table: Compute table of the TaskGraph that first computes with them.
         mesh: Array of sizes of each axis, outermost axis first.
         zero: ZeRO stage over ``data`` in each mesh.
     """
-    return tuple(
-        _group_shard_counts(group, tables[group.home], mesh, zero)
-        for group, _ in facts.groups
-    )
-
-
-def _group_shard_counts(
-    group: LeafGroup, table: Table, mesh: Mapping[str, Any], zero: Any
-) -> LeafShardCounts:
     compute = table_shard_counts(group.layout, group.sizes, table, mesh, group.fused)
     param = compute
     for dim, axis in group.held:

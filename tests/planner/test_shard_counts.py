@@ -40,7 +40,7 @@ from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import shared_roles
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
-    leaf_shard_counts,
+    group_shard_counts,
     spec_shard_counts,
     table_shard_counts,
     with_storage_axis,
@@ -160,7 +160,8 @@ def test_memory_of_many_layouts_is_that_of_each(
         tables, axes = rows[0][1], [*rows[0][0]]
         mesh = {axis: np.array([row[0][axis] for row in rows]) for axis in axes}
         zero, count = (np.array([row[i] for row in rows]) for i in (2, 3))
-        cuts = leaf_shard_counts(search.facts, tables, mesh, zero)
+        groups = [group for group, _ in search.facts.groups]
+        cuts = [group_shard_counts(x, tables[x.home], mesh, zero) for x in groups]
         s = CostSetting(
             mesh, count, search.cluster, search.dims, search.evaluator.batch_roles
         )
