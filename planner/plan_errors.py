@@ -22,7 +22,7 @@ class NothingFits(PlanError):
 
     Attributes:
         lacks_bytes: Bytes that the nearest plan lacks on one device.
-        of_bytes: Bytes of memory of one device.
+        of_bytes: Bytes of this memory that a plan may use on one device.
         nearest: Text of the nearest plan's layout.
         what: ``"device memory"`` or ``"host memory"``.
     """

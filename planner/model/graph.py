@@ -359,6 +359,8 @@ class Graph:
         whole: Ids of the loss's other results, such as statistics and metrics, which
             every device has unsharded.
         stacked: Values that loops save for the backward pass.
+        without_gradient: Ids of the trained weights that no gradient of the loss
+            reaches, although some operations read them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -374,6 +376,7 @@ class Graph:
     undeclared_marks: tuple[str, ...] = field(default=())
     whole: tuple[int, ...] = ()
     stacked: Sequence[LoopResidual] = ()
+    without_gradient: frozenset[int] = frozenset()
 
     @property
     def params(self) -> tuple[Tensor, ...]:
@@ -391,7 +394,7 @@ class Graph:
                 ``stop_gradient``, so that they have no gradient; default: False.
         """
         results = {self.loss, *(self.whole if self.weighted else ())}
-        read = self._read_by(results, gradient=gradient)
+        read = self._read_by(results) - (self.without_gradient if gradient else set())
         return tuple(t for t in self.params if not t.frozen and t.id not in read)
 
     def unused_state(self) -> tuple[Tensor, ...]:
@@ -400,11 +403,10 @@ class Graph:
         read = self._read_by({self.loss, *self.whole} - {t.id for t in state})
         return tuple(t for t in state if t.id in self.whole and t.id not in read)
 
-    def _read_by(self, results: Collection[int], *, gradient: bool = False) -> set[int]:
+    def _read_by(self, results: Collection[int]) -> set[int]:
         """Returns the given tensors, and all tensors on which they depend.
 
-        A loop counts as reading all values that its body carries. With ``gradient``,
-        dependence is followed only where a gradient flows.
+        A loop counts as reading all values that its body carries.
         """
         carried: dict[tuple[int, ...], list[int]] = {}
         for op in self.ops:
@@ -412,8 +414,7 @@ class Graph:
                 carried.setdefault(op.position, []).extend(op.operands)
         read = {*results}
         for op in reversed(self.ops):
-            flows = any(self.tensors[t].differentiable for t in op.results)
-            if not read.isdisjoint(op.results) and (flows or not gradient):
+            if not read.isdisjoint(op.results):
                 read.update(op.operands)
                 if op.kind in LOOPS:
                     read.update(carried.get(op.position, ()))

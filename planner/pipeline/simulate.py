@@ -1,15 +1,16 @@
 """Simulates pipeline schedules: computes when each row of a schedule ends.
 
 The simulation is the same for all schedules. It reads only rows, their dependencies,
-and whether stages synchronise after a turn. ``time_schedule`` simulates the schedule of
-a plan, with the predicted seconds of its stages.
+and whether stages are in lockstep. Stages in lockstep synchronise after each turn, and
+then exchange the results of the turn. ``time_schedule`` simulates the schedule of a
+plan, with the predicted seconds of its stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +73,16 @@ def simulate(
         table: Pipeline schedule.
         forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
             stage, in the model's order.
-        transfer_seconds: Seconds of a transfer to the next virtual stage, if that is on
-            another stage. Sending does not delay the next action. Default: 0.
+        transfer_seconds: Seconds of a transfer between virtual stages of different
+            stages. Sending does not delay the next action, except in lockstep. Default:
+            0.
         weight_seconds: Seconds of the gradients of parameters on each virtual stage,
             for a schedule that splits the backward pass; ``backward_seconds`` are then
             only for the gradients of inputs. Default: None.
 
     Raises:
         PlanError: The times are for another number of virtual stages, or for actions
-            that the schedule does not have; lists all problems.
+            that the schedule does not have, or are missing; lists all problems.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
@@ -91,18 +93,18 @@ def simulate(
     """
     seconds = _by_action(table, forward_seconds, backward_seconds, weight_seconds)
     busy, free = [0.0] * table.num_stages, [0.0] * table.num_stages
-    wait = transfer_seconds if table.num_stages > 1 else 0.0
+    wait, pause = _transfers(table, transfer_seconds)
     ends: list[float] = []
     sent: dict[Key, float] = {}
     turn = 0
     for row in table.rows:  # By tick, so rows follow their dependencies.
         if table.turn(row) > turn:
-            turn, free = table.turn(row), [max(free)] * table.num_stages
+            turn, free = table.turn(row), [max(free) + pause] * table.num_stages
         key, needed = table.key(row), table.needs(row)
         start, took = free[row.stage], seconds[row.action][key[0]]
-        # In a stage's order, a virtual stage's earlier rows come before.
+        # A stage runs its rows in order, so results of its own have ended.
         if needed is not None and needed[0] != key[0]:
-            # A result has one reader, so reading removes it.
+            # One other virtual stage reads a result, so reading removes it.
             start = max(start, sent.pop(needed) + wait)
         free[row.stage] = end = start + took
         busy[row.stage] += took
@@ -114,6 +116,13 @@ def simulate(
         ends_seconds=tuple(ends),
         busy_seconds=tuple(busy),
     )
+
+
+def _transfers(table: Schedule, seconds: Any) -> tuple[Any, Any]:
+    """Returns the seconds of transfers before a result is read, and after a turn."""
+    if table.num_stages == 1:
+        return 0.0, 0.0
+    return (0.0, seconds) if table.turn_ticks else (seconds, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,7 @@ class Compiled:
 
         Args:
             forward, backward: Seconds on each virtual stage, (virtual stage, case).
-            transfer: Seconds from one virtual stage to the next, (case,).
+            transfer: Seconds of a transfer between stages, (case,).
             weight: Seconds of the gradients of parameters, (virtual stage, case), if
                 the schedule splits the backward pass. Default: None.
 
@@ -175,10 +184,10 @@ class Compiled:
         seconds = np.stack([given[name] for name in table.actions])
         free = np.zeros((table.num_stages, seconds.shape[-1]))
         sent = np.empty((self.slots, seconds.shape[-1]))
-        wait = transfer if table.num_stages > 1 else 0.0
+        wait, pause = _transfers(table, transfer)
         for beat in self.beats:
             if beat.together:
-                free[:] = free.max(axis=0)
+                free[:] = free.max(axis=0) + pause
             start = free[beat.stages]
             if len(beat.reads):
                 arrived = sent[beat.reads] + wait
@@ -208,7 +217,7 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     key, needs = numbered(table, rows)
     place = rows.chunk * table.num_stages + rows.stage
     turn = rows.tick // table.turn_ticks if table.turn_ticks else 0 * rows.tick
-    # In a stage's order, a virtual stage's earlier rows come before.
+    # A stage runs its rows in order, so results of its own have ended.
     last = table.num_places - 1
     waits = ((rows.action == 0) & (place > 0)) | ((rows.action == 1) & (place < last))
     leaves = ((rows.action == 0) & (place < last)) | ((rows.action == 1) & (place > 0))
@@ -248,9 +257,9 @@ def _window(
     needs: np.ndarray,
     needed: np.ndarray,
 ) -> int:
-    """Returns the number of micro-batches whose results need slots of their own.
+    """Returns after how many micro-batches a slot can be used again.
 
-    When a later micro-batch writes to a slot, the slot's earlier result has been read.
+    Its result has been read by then.
     """
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
@@ -339,9 +348,6 @@ def table_of(plan: PlanData) -> Schedule:
 def time_schedule(plan: PlanData) -> TimedSchedule:
     """Returns the rows of a plan's schedule, with their times in seconds.
 
-    Each turn of stages in lockstep has the forwards of all stages, then their
-    backwards, then the transfers. A stage without work waits.
-
     Args:
         plan: Plan with stages.
 
@@ -350,22 +356,21 @@ def time_schedule(plan: PlanData) -> TimedSchedule:
     """
     table, stages = table_of(plan), plan.stages
     assert stages is not None
-    if table.turn_ticks:
-        rows = tuple(_in_turns(table, stages.paces[0], stages.handed_seconds))
-        return TimedSchedule(table=table, rows=rows)
+    # Stages in lockstep take equally long, so their plan has one pace for all.
+    paces = stages.paces * (table.num_places // len(stages.paces))
     line = simulate(
         table,
-        [pace.forward_seconds for pace in stages.paces],
-        [pace.backward_seconds for pace in stages.paces],
+        [pace.forward_seconds for pace in paces],
+        [pace.backward_seconds for pace in paces],
         stages.handed_seconds,
-        weight_seconds=[pace.weight_seconds for pace in stages.paces]
+        weight_seconds=[pace.weight_seconds for pace in paces]
         if table.splits_backward
         else None,
     )
     rows = tuple(
         Timed(
             row=row,
-            start_seconds=end - _seconds(stages.paces[table.key(row)[0]], row.action),
+            start_seconds=end - _seconds(paces[table.key(row)[0]], row.action),
             end_seconds=end,
         )
         for row, end in zip(table.rows, line.ends_seconds, strict=True)
@@ -380,8 +385,9 @@ def paced_beside(plan: PlanData) -> list[TimedSchedule]:
         plan: Plan with stages; with one pipeline, the list has one item.
 
     Returns:
-        Timed schedule of each pipeline, in node order. Micro-batches are numbered over
-        all pipelines. A pipeline without micro-batches has no rows.
+        Timed schedule of each pipeline, in node order. Its rows number the
+        micro-batches over all pipelines, its ``table`` those of the pipeline alone. A
+        pipeline without micro-batches has no rows.
 
     Raises:
         PlanError: The plan has no stages.
@@ -417,21 +423,3 @@ def _seconds(pace: VirtualStagePrediction, action: Action) -> float:
     if action == "forward":
         return pace.forward_seconds
     return pace.backward_seconds if action == "backward" else pace.weight_seconds
-
-
-def _in_turns(
-    table: Schedule, pace: VirtualStagePrediction, handed_seconds: float
-) -> Iterator[Timed]:
-    """Yields every row of stages in lockstep, which all take equally long."""
-    turns: dict[int, list[ScheduleRow]] = {}
-    for row in table.rows:
-        turns.setdefault(table.turn(row), []).append(row)
-    now = 0.0
-    for rows in turns.values():
-        for action in table.actions:
-            together = [row for row in rows if row.action == action]
-            end = now + (_seconds(pace, action) if together else 0.0)
-            for row in together:
-                yield Timed(row=row, start_seconds=now, end_seconds=end)
-            now = end
-        now += handed_seconds

@@ -49,7 +49,7 @@ def check_combine(
         request: Options of the search.
         graph: Captured loss.
         cluster: Devices and links of the cluster.
-        shares: Requested micro-batches of each replica, or None.
+        shares: Requested micro-batches of each replica, a rule for them, or None.
         others: Texts of other known problems of the request; default: none.
 
     Raises:
@@ -81,7 +81,7 @@ def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:
     others = math.prod(size for axis, size in mesh.items() if axis != DATA)
     most = request.num_devices // others
     if ranks == 1 or most < 2:
-        which = "mesh= fixes data 1" if ranks == 1 else f"data is at most {most}"
+        which = "mesh= gives data 1 rank" if ranks == 1 else f"data is at most {most}"
         remedy = 'Give data at least 2, as in mesh={"data": 2}'
         if most < 2:
             few = request.num_devices < 2
@@ -147,8 +147,8 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
         some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
         yield (
             f"{len(unread)} of {len(trained)} trained parameters have no gradient, "
-            f"because the loss does not read them: {some}. They cannot be combined; "
-            "leave them out of trainable="
+            "because the loss does not read them, or only behind stop_gradient: "
+            f"{some}. They cannot be combined; leave them out of trainable="
         )
     blocks = [
         f"{graph.tensors[t].path} {list(graph.tensors[t].shape)}"
@@ -192,8 +192,9 @@ class GradientCombineCost:
     """Cost of combining gradients under one layout.
 
     Attributes:
-        collectives: Collectives of one step that combine gradients.
-        nbytes: Bytes of a device's gradients in the send buffer.
+        collectives: Collectives of one step that combine gradients, and that average
+            loss, metrics and optimizer state.
+        nbytes: Bytes of a device's send buffer, which has its gradients with padding.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -303,7 +304,8 @@ _FORMS = {
     "adasum_nodes": "gradients over {groups} groups of {node} ranks of data, which are "
     "averaged first",
     "adasum_updates": "updates over {ranks} ranks of data: each rank computes its "
-    "update from one shared optimizer state, which becomes the mean of the ranks' own",
+    "update from one shared optimizer state; after the step it is the mean of the "
+    "ranks' states",
 }
 
 
@@ -320,11 +322,11 @@ def combine_notes(plan: PlanData) -> list[str]:
         "samples, and the order of ranks affects the result"
     ]
     if groups & (groups - 1):
-        padded = 2 ** (groups - 1).bit_length()
+        which = "update" if plan.combine == "adasum_updates" else "gradient"
         notes.append(
-            f"{groups} is no power of two, so Adasum adds {padded - groups} gradients "
-            "of zero. They change nothing: Adasum(0, b) = b. A gradient without a "
-            "partner counts as much as each pair that it is later combined with"
+            f"{groups} is no power of two, so some levels of Adasum leave one {which} "
+            "without a partner. It stays unchanged there, and counts at the next "
+            "level as much as the combined ones"
         )
     if plan.combine == "adasum_updates":
         notes.append(

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
-from whalejax.planner.pipeline.schedules import Schedule, build_columns, schedule
+from whalejax.planner.pipeline.schedules import (
+    TURN_TICKS,
+    Schedule,
+    build_columns,
+    schedule,
+)
 from whalejax.planner.pipeline.simulate import (
     ScheduleTimeline,
     compiled,
@@ -66,9 +71,10 @@ def test_the_simulator_keeps_order_and_dependencies(
         bounds = [free[row.stage]]
         needed = table.needs(row)
         if needed is not None:
-            apart = transfer if needed[0] != place and table.num_stages > 1 else 0.0
-            bounds.append(ends[needed] + apart)
-        before = [e for r, e in rows if table.turn(r) < table.turn(row)]
+            apart = needed[0] != place and table.num_stages > 1 and not table.turn_ticks
+            bounds.append(ends[needed] + transfer * apart)
+        apart = transfer if table.num_stages > 1 else 0.0
+        before = [e + apart for r, e in rows if table.turn(r) < table.turn(row)]
         # As early as it can: one of what it waits for decides.
         assert start == pytest.approx(max([*bounds, *before]))
         free[row.stage] = end
@@ -200,13 +206,14 @@ def test_a_weight_gradient_waits_for_no_transfer() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 @pytest.mark.parametrize("micro_batches", [1, 4, 20])
-def test_turns_hide_transfers_behind_what_else_they_do(
-    stages: int, micro_batches: int
+@pytest.mark.parametrize("name", TURN_TICKS)
+def test_stages_in_lockstep_exchange_results_after_each_turn(
+    name: str, stages: int, micro_batches: int
 ) -> None:
-    table = schedule("1f1b-lockstep", stages, micro_batches)
+    table = schedule(name, stages, micro_batches)
     line = simulate(table, [1.0] * stages, [2.0] * stages, 0.5)
-    # In turns of one action there is nothing else: the first and the last of them.
-    whole = 3 * (micro_batches + stages - 1) + 2 * (stages - 1) * 0.5
+    turns = 1 + max(map(table.turn, table.rows))
+    whole = 3 * (micro_batches + stages - 1) + (turns - 1) * 0.5 * (stages > 1)
     assert line.step_seconds == pytest.approx(whole)
 
 

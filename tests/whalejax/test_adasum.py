@@ -492,7 +492,7 @@ def _refusal(cluster: str = "cpu:4", **options: Any) -> str:
 
 def test_one_rank_has_nothing_to_combine_with() -> None:
     assert (
-        'combine is "adasum", and mesh= fixes data 1 on 4 devices: one rank has '
+        'combine is "adasum", and mesh= gives data 1 rank on 4 devices: one rank has '
         "nothing to combine with. Give data at least 2, and other axes less, or "
         "leave combine out"
     ) in _refusal(mesh={"data": 1, "tensor": 4})
@@ -505,7 +505,7 @@ def test_one_rank_has_nothing_to_combine_with() -> None:
 def test_several_problems_are_told_at_once() -> None:
     text = _refusal(mesh={"data": 1, "depth": 2, "stage": 2}, shares=[1, 1])
     for problem in (
-        "mesh= fixes data 1 on",
+        "mesh= gives data 1 rank on",
         "counts all ranks alike",
         "neither shares=",
     ):
@@ -525,8 +525,8 @@ def test_parameters_without_gradient_are_named() -> None:
     model = {**_model(), "unread": jnp.ones((3,))}
     assert (
         "1 of 5 trained parameters have no gradient, because the loss does not read "
-        "them: unread. They cannot be combined; leave them out of trainable="
-        ""
+        "them, or only behind stop_gradient: unread. They cannot be combined; leave "
+        "them out of trainable="
     ) in _refusal(model=model)
 
 

@@ -741,6 +741,47 @@ def test_a_parameter_behind_a_stopped_gradient_is_named() -> None:
     assert "does not read" not in plan.why("u")
 
 
+@jax.custom_vjp
+def rounded(x: jax.Array) -> jax.Array:
+    return jnp.round(4 * x) / 4
+
+
+rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def spiked(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0.1, 1.0, 0.0)
+
+
+spiked.defjvp(lambda x, t: (spiked(*x), t[0] / (1 + x[0] ** 2)))
+
+
+@pytest.mark.parametrize("combine", ["mean", "adasum"])
+@pytest.mark.parametrize("rule", [rounded, spiked])
+@pytest.mark.parametrize("where", ["value", "weight", "scan"])
+def test_gradients_of_custom_rules_reach_the_weights(
+    rule: Any, where: str, combine: str
+) -> None:
+    """The bodies of these rules have operations without a gradient."""
+
+    def loss(net: Any, x: Any) -> Any:
+        if where == "scan":
+            x = jax.lax.scan(lambda x, w: (rule(x @ w), None), x, net["u"][None])[0]
+        else:
+            x = rule(x @ net["u"]) if where == "value" else x @ rule(net["u"])
+        return ((x @ net["w"]) ** 2).mean()
+
+    u, w, key = jax.random.split(jax.random.key(0), 3)
+    net = {name: jax.random.normal(k, (8, 8)) for name, k in (("u", u), ("w", w))}
+    x = jax.random.normal(key, (16, 8))
+    assert all(jnp.abs(g).max() > 0 for g in jax.grad(loss)(net, x).values())
+    plan = wh.plan(
+        loss, net, x, optimizer=optax.sgd(0.1), cluster="h100:8", combine=combine
+    )
+    assert not [note for note in plan.notes if "no gradient" in note]
+
+
 def test_a_plan_without_an_optimizer_says_so() -> None:
     net = {"w": jnp.zeros((32, 32))}
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
@@ -788,7 +829,7 @@ def test_linen_parameters_without_their_collection_are_explained() -> None:
             optimizer=optax.adam(1e-3),
             cluster="h100:8",
         )
-    assert any("Give wh.plan all that init returned" in n for n in notes_of(caught))
+    assert any("Pass everything that init returned" in n for n in notes_of(caught))
 
 
 def notes_of(caught: pytest.ExceptionInfo[Exception]) -> list[str]:

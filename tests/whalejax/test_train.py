@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax.adapters.loss_inputs import add_inputs_note
 
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -366,6 +367,27 @@ def test_what_the_loss_raises_says_where() -> None:
         "whalejax: loss_fn was given a dict with 'b', 'w' as model, and as batch: "
         "batch['x'] float32[16, 8], batch['y'] float32[16, 4]"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "leaves", "expected"),
+    [
+        ({}, 9, "was given an empty dict as model"),
+        (
+            collections.OrderedDict(w=1.0),
+            9,
+            "was given an OrderedDict with 'w' as model",
+        ),
+        (MODEL, 9, " and 1 more leaf"),
+        (MODEL, 10, " and 2 more leaves"),
+    ],
+)
+def test_the_notes_on_a_loss_are_sentences(
+    model: Any, leaves: int, expected: str
+) -> None:
+    error = ValueError("wrong")
+    add_inputs_note(error, squares, model, [np.ones(2)] * leaves)
+    assert expected in error.__notes__[0]
 
 
 def test_a_loss_that_takes_its_batch_first_is_told_so() -> None:

@@ -27,10 +27,12 @@ TRACED: Final = "raised in loss_fn, traced without values"
 def add_inputs_note(
     error: Exception, loss_fn: Callable[..., Any], model: Any, batch: Any
 ) -> None:
-    """Adds a note to an error of a loss: the model's type and the batch's leaves.
+    """Adds notes to an error of a loss: its arguments, and hints on common mistakes.
+
+    The model's type, the keys of a mapping and the batch's leaves are listed.
 
     Args:
-        error: Error that the loss raised; a ``WhaleError`` gets no note.
+        error: Error that the loss raised; a ``WhaleError`` gets no notes.
         loss_fn: The loss.
         model: Model that the loss got.
         batch: Batch that the loss got.
@@ -41,7 +43,8 @@ def add_inputs_note(
     if params and type(error).__module__ == "flax.errors":
         error.add_note(
             "whalejax: apply of a Linen module takes its variables, such as {'params': "
-            "…, 'batch_stats': …}. Give wh.plan all that init returned as model"
+            "…, 'batch_stats': …}. Pass everything that init returned as the model "
+            "argument of wh.plan"
         )
     error.add_note(
         f"whalejax: loss_fn was given {_model_text(model)} as model, and as batch: "
@@ -53,8 +56,10 @@ def _model_text(model: Any) -> str:
     name = type(model).__name__
     if isinstance(model, Mapping):
         keys = [repr(key) for key in model]
-        more = [*["…"][: len(keys) - _MOST_LEAVES]]
-        return f"a {name} with {', '.join([*keys[:_MOST_LEAVES], *more])}"
+        more = ["…"] if len(keys) > _MOST_LEAVES else []
+        held = ", ".join([*keys[:_MOST_LEAVES], *more])
+        article = "an" if name[0] in "AEIOUaeiou" else "a"
+        return f"{article} {name} with {held}" if held else f"an empty {name}"
     return f"an object of class {name}"
 
 
@@ -65,7 +70,8 @@ def _batch_text(batch: Any) -> str:
         for path, leaf in leaves[:_MOST_LEAVES]
     ]
     more = len(leaves) - len(texts)
-    return visible(", ".join(texts)) + (f" and {more} more leaves" if more else "")
+    others = f" and {more} more {'leaf' if more == 1 else 'leaves'}" if more else ""
+    return visible(", ".join(texts)) + others
 
 
 def _order_text(loss_fn: Callable[..., Any]) -> str:

@@ -222,23 +222,6 @@ def _starred(scope: str) -> str:
     return _COPY.sub("", scope)
 
 
-def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
-    """Returns whether each tensor is trained, or passes a gradient to a trained one.
-
-    A trained tensor counts even if the loss does not depend on it.
-
-    Args:
-        walk: The flat program, which records which inputs are trained.
-        loss: Id of the loss's total.
-    """
-    reached = _forward(walk)
-    needed = _backward(walk, loss, reached)
-    return [
-        tensor.trained or (reached[t] and needed[t])
-        for t, tensor in enumerate(walk.tensors)
-    ]
-
-
 def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
     """Returns the slots of an operation that its backward pass reads."""
     saves = op.behaviour.saves
@@ -249,6 +232,7 @@ def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _forward(walk: FlatProgram) -> list[bool]:
+    """Returns whether each tensor is trained, or depends on a trained one."""
     reached = [tensor.trained for tensor in walk.tensors]
     inexact = [tensor.inexact for tensor in walk.tensors]
     changed = True
@@ -272,6 +256,7 @@ def _forward(walk: FlatProgram) -> list[bool]:
 
 
 def _backward(walk: FlatProgram, loss: int, reached: Sequence[bool]) -> list[bool]:
+    """Returns whether the loss's gradient reaches each tensor; see ``_forward``."""
     needed = [False] * len(walk.tensors)
     needed[loss] = True
     changed = True
@@ -446,7 +431,13 @@ def graph_of(
     Raises:
         WhaleError: No parameter reaches the loss, or marks nest in a forbidden way.
     """
-    flows = differentiable(walk, loss)
+    # A trained tensor counts as differentiable even if no gradient reaches it.
+    reached = _forward(walk)
+    needed = _backward(walk, loss, reached)
+    flows = [
+        tensor.trained or (reached[t] and needed[t])
+        for t, tensor in enumerate(walk.tensors)
+    ]
     _check_gradient(walk, flows, loss)
     result = regions(walk.ops, walk.tensors)
     labels = {op.labels for op in walk.ops}
@@ -471,6 +462,9 @@ def graph_of(
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
+        without_gradient=frozenset(
+            t for t, x in enumerate(walk.tensors) if x.trained and not needed[t]
+        ),
     )
     return replace(graph, model_hash=model_hash(graph, leaves))
 

@@ -39,7 +39,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines of a plan in colour, formatted by rich for the width of the console."""
+    """Lines of a plan for the width of the console, which rich colours and prints."""
 
     of_width: Callable[[int], list[Line]]
 

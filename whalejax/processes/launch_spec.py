@@ -42,7 +42,9 @@ PASSED_ON: Final = (
     "JAX_MTLS_PEER_URI_PREFIX",
     "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
 )
-"""Environment variables that are sent to other hosts: file names, no keys."""
+"""Environment variables that other hosts get: names of files, a prefix and a flag of
+JAX, but no keys.
+"""
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -54,19 +56,22 @@ class Launch:
     Attributes:
         command: Words of the program, equal in all processes.
         processes: Number of processes.
-        hosts: Names of hosts, which get equal parts of the ranks in order.
+        hosts: Names of hosts, which get equal parts of the ranks in order; if these do
+            not divide, some get one rank more.
         quotas: CPU quotas in percent of a core, one per process; empty for no quotas.
         logs: Folder of one log per rank, on this machine.
-        port: Port of process 0; default: a free one if all processes are local.
+        port: Port of process 0; default: a free one if all processes are local, else
+            8476.
         remote_shell: Words before a host's name and the command for it.
-        tells: Whether to print the table of ranks, and a message on rank 0's failure in
-            addition to its output.
+        tells: Whether to print the table of ranks, the progress of stopping, and a
+            message if rank 0 fails. Messages on other ranks are always printed.
         stops: Whether the failure of any rank stops all. If not, only a failure of rank
             0 stops all. After another failure, the ranks run to their ends, and the
             failed rank is named then.
-        json: Whether to print only one line of JSON with the end of all ranks.
-        exit_seconds: Seconds without output after which a rank is stopped, once another
-            rank has ended.
+        json: Whether to print only one line of JSON, with the status of the run and a
+            report on each rank.
+        exit_seconds: Seconds without output of any running rank after which all are
+            stopped, once a rank has ended. Without ``stops`` none is stopped for that.
     """
 
     command: tuple[str, ...]
@@ -173,7 +178,10 @@ class Launch:
         return f"process 0 listens on all addresses of {host} at port {port}, {how}"
 
     def environment_of(self, rank: int, coordinator: str) -> dict[str, str]:
-        """Returns the environment variables that identify a process."""
+        """Returns the environment variables of one process.
+
+        They have its rank, its GPUs, the address of process 0 and the exit timeout.
+        """
         port = split_address(coordinator)[1]
         held = {HELD_PORT: str(port)} if is_held(port) else {}
         return {
@@ -286,7 +294,10 @@ def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list
 
 
 def is_here(host: str) -> bool:
-    """Returns whether a name means this machine.
+    """Returns whether a host is this machine, by one of its usual names.
+
+    Other names and addresses of this machine count as other hosts, which a remote shell
+    reaches.
 
     >>> is_here("localhost")
     True

@@ -80,8 +80,9 @@ class TakenIds:
 
     Attributes:
         taken: Ids that each rank looks up for all samples.
-        asked: Rows of each rank's buffers that other ranks request.
-        requests: Positions of the rows of each rank's samples among those it requests.
+        asked: Rows of each rank's buffers that ranks request, also the rank itself.
+        requests: For each id of a rank's samples, the position of its row among the
+            rows that the rank requests.
     """
 
     taken: Any
@@ -149,8 +150,7 @@ class TablePrograms:
     def join_ids(self, by_lookup: Sequence[Any]) -> Any:
         """Concatenates the ids of all lookups, and clips them if ``clips`` is set.
 
-        Ids of cached tables become positions, in which the rows on the device come
-        first.
+        Ids of cached tables are renumbered, so that rows on the device come first.
 
         Args:
             by_lookup: Ids of each lookup.
@@ -165,8 +165,9 @@ class TablePrograms:
         return jnp.concatenate(found, axis=1)
 
     def id_bounds(self, batch: Sequence[Any]) -> Any:
-        """Returns (least, largest) id of each lookup, ``int32[lookups, 2]``; 0 for
-        none.
+        """Returns (least, largest) id of each lookup, ``int32[lookups, 2]``.
+
+        Masked ids count as 0.
 
         Args:
             batch: Leaves of a global batch.
@@ -193,8 +194,9 @@ class TablePrograms:
         return dataclasses.replace(self, layout=self.by_sample)
 
     def room_taken(self, batch: Sequence[Any]) -> Any:
-        """Returns the most distinct rows that a rank needs of another, over the
-        capacity.
+        """Returns the largest fill of a rank's requests to another rank.
+
+        It is the number of distinct rows, divided by the capacity.
 
         Args:
             batch: Leaves of a global batch.
@@ -205,7 +207,7 @@ class TablePrograms:
         return most_distinct(self.layout, self.names, ids)
 
     def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], TakenIds]:
-        """Returns the vectors of every lookup, and the ids that their owners received.
+        """Returns the vectors of every lookup, and the ids and rows that ranks read.
 
         Args:
             tables: All tables.
@@ -359,7 +361,7 @@ class TablePrograms:
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
     ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
-        """Returns this rank's buffers after updates of the rows that it sent."""
+        """Returns this rank's buffers and states after updates of rows that it sent."""
         layout, buffers = self.layout, tables.buffers
         dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
         rank = jax.lax.axis_index(self.axes)

@@ -164,7 +164,7 @@ def test_jobs_are_paused_resumed_and_cancelled_once(
     assert service.answer(JobChange(name="one", what="resume")) == RequestDone()
     assert service.answer(JobChange(name="one", what="cancel")) == RequestDone()
     why = refused(service.answer(JobChange(name="one", what="cancel")))
-    assert "was cancelled, and ends after a step" in why
+    assert "job 'one' is cancelled already" in why
     service.turn(0.0)
     assert jobs(service).jobs[0].status == "cancelled"
 
@@ -432,7 +432,7 @@ def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> N
         request_of(command, tmp_path)
     for said in (
         "--name is '../x'",
-        "--devices is '4:1'; expected N, or MIN:MAX",
+        "--devices is '4:1'; expected N from 1 to 1,048,576, or MIN:MAX",
         "--batch is 64:1024 without --rate-rule: a larger batch needs a larger",
         "--steps is 0",
         "--priority is 200; expected 0 to 100",
@@ -696,3 +696,54 @@ def test_logs_of_a_job_that_never_started(
     assert main(["jobs", "logs", "one"]) == 2
     error = capsys.readouterr().err
     assert "has not started, and has no logs. It is refused: it fits nowhere" in error
+
+
+@pytest.mark.parametrize(
+    ("status", "what", "expected"),
+    [
+        ("running", "pause", "one writes a checkpoint after a step and pauses"),
+        ("starting", "cancel", "one is cancelled, and ends after a step"),
+        ("waiting", "pause", "one is paused"),
+        ("planning", "cancel", "one is cancelled"),
+        ("paused", "resume", "one continues as soon as devices are free"),
+    ],
+)
+def test_a_change_of_a_job_says_what_happens(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    what: str,
+    expected: str,
+) -> None:
+    report = JobReport(name="one", status=status)
+    reports = Jobs(jobs=[report], cluster="4×CPU", devices=4, pid=1, notes=[])
+
+    def ask(place: object, request: object) -> object:
+        return RequestDone() if isinstance(request, JobChange) else reports
+
+    monkeypatch.setattr("whalejax.cli.jobs.job_commands.ask", ask)
+    assert main(["jobs", what, "one"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"devices": "1:2000000"},
+            "--devices is '1:2000000'; expected N from 1 to 1,0",
+        ),
+        ({"devices": "0"}, "--devices is '0'; expected N from 1 to 1,048,576, or MIN"),
+        ({"micro_batches": 2000000}, "--micro-batches is 2000000; expected 1 to 1,048"),
+        ({"micro_batches": 0}, "--micro-batches is 0; expected 1 to 1,048,576"),
+        ({"steps": 0}, "--steps is 0; expected 1 to "),
+        ({"batch": "1:1", "rate_rule": "sqrt"}, "the largest needs 2 samples or more"),
+    ],
+)
+def test_numbers_of_a_job_are_refused_with_their_limits(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    given = {"model": "mlp", "name": "one", "devices": "1:4", "steps": 9, **options}
+    with pytest.raises(JobError) as caught:
+        request_of(JobsAddCommand(**given), tmp_path)
+    assert expected in str(caught.value)

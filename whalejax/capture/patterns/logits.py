@@ -3,8 +3,8 @@
 Logits are a product of hidden values with a kernel. One dimension of the kernel, the
 vocabulary, is in no final result, as reductions and lookups over it leave a few numbers
 for each token. The operations from the product to these numbers can be computed for
-some tokens at a time, so that the full logits never exist. Nothing is matched by name.
-So cross-entropy may be written in any way that treats each token separately.
+some tokens at a time, so that the full logits never exist. Functions are not matched by
+name, so cross-entropy may be written in any way that treats each token separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whalejax.capture.rules.rule_table import SAME_SHAPE
 
 
 class NotTokensError(Exception):
-    """An operation after a product mixes tokens."""
+    """The values after a product cannot be computed for some tokens at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class Logits:
         outside: Other variables that the nodes read.
         trained: For each variable in ``outside``, whether it has a gradient.
         product: Equation of the product.
-        exits: Variables without the vocabulary that other equations read.
+        exits: Variables without the vocabulary that other equations read, or that are
+            final results.
         nodes: Nodes that compute the exits, in an order in which they can run.
         source: Index of the product's node.
         ends: Indices of the exits' nodes.
@@ -70,7 +71,7 @@ class Logits:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Hidden values, kernel and other inputs; those with gradients come first."""
+        """Hidden values, kernel, then the others, first those with gradients."""
         pairs = [*zip(self.outside, self.trained, strict=True)]
         first = (v for v, trained in pairs if trained)
         rest = (v for v, trained in pairs if not trained)
@@ -157,7 +158,7 @@ class _Search:
     outside: list[Any] = field(default_factory=list)
     outside_tags: list[Tags] = field(default_factory=list)
     source: int = -1
-    made: set[Any] = field(default_factory=set)
+    depends: set[Any] = field(default_factory=set)
     _known: dict[tuple[Any, Tags], int] = field(default_factory=dict)
 
     def find_logits(self) -> Logits | None:
@@ -207,7 +208,10 @@ class _Search:
     def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
-        """Returns the ids of equations with the vocabulary, and their results' tags.
+        """Returns the ids of equations that compute with the vocabulary, and tags.
+
+        Equations without it count too if one with it reads their results. There are
+        tags of all variables that could be followed.
 
         Returns None if the vocabulary is in a final result or cannot be followed.
         """
@@ -220,8 +224,8 @@ class _Search:
         for equation in later:
             read = [a for a in equation.invars if not _compat.is_literal(a)]
             holds = any(vocab in tags.get(a, ()) for a in read)
-            if any(a in self.made for a in read) or result in read:
-                self.made.update(equation.outvars)
+            if any(a in self.depends for a in read) or result in read:
+                self.depends.update(equation.outvars)
             if not any(a in tags for a in read):
                 continue
             given = _result_tags(equation, tags, vocab)
@@ -293,7 +297,7 @@ class _Search:
         if equation is None:
             return None
         inside = id(equation) in region
-        if not inside and variable in self.made:
+        if not inside and variable in self.depends:
             raise NotTokensError  # The value depends on the logits outside the region.
         if not inside and (vocab not in tags or variable in self.trained):
             return None
@@ -337,9 +341,9 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
                     return None
                 result_tags[dim] = tag if result_tags[dim] is None else result_tags[dim]
         return tuple(result_tags)
-    # Applied to the derived tags, the rule must give the known tags.
+    # Going back from the result's tags must give the operand's tags.
     known = tags[candidates[0]]
-    options = _arrangements(equation, known, shape, vocab)
+    options = _moved_tags(equation, known, shape, vocab)
     if options is None:
         return None
     wanted = operand_tags(equation, options) or reduced_tags(equation, options, vocab)
@@ -348,7 +352,7 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
     return options
 
 
-def _arrangements(
+def _moved_tags(
     equation: Any, known: Tags, shape: tuple[int, ...], vocab: int
 ) -> Tags | None:
     """Returns a result's tags from its first operand's tags, or None."""
@@ -356,10 +360,10 @@ def _arrangements(
     if name == "transpose":
         return tuple(known[dim] for dim in params["permutation"])
     if name == "broadcast_in_dim":
-        arrangements: list[int | None] = [None] * len(shape)
+        moved: list[int | None] = [None] * len(shape)
         for tag, place in zip(known, params["broadcast_dimensions"], strict=True):
-            arrangements[place] = tag
-        return tuple(arrangements)
+            moved[place] = tag
+        return tuple(moved)
     if name in ("reshape", "squeeze", "expand_dims"):
         kept = [t for t in known if t is not None]
         if len(kept) != sum(n > 1 for n in shape):

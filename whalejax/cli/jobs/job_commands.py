@@ -56,11 +56,16 @@ from whalejax.scheduler.live.requests import (
 _PLANNING_SECONDS: Final = 900.0
 _AGAIN_SECONDS: Final = 0.5
 _SERVE_SECONDS: Final = 15.0
-"""Time that commands wait for a scheduler to start listening."""
+"""Time that ``jobs add`` waits for a scheduler to start listening."""
+
+_RUNS: Final = ("starting", "running", "pausing")
+"""Status of jobs with processes, which stop after a step."""
 
 _NAME: Final = re.compile(NAME_PATTERN)
 _SERVE_DEFAULTS: Final = JobsServeCommand(cluster="")
 _MOST_DEVICES: Final = 1 << 20
+_REFUSED: Final = 0, 0
+"""Range of an option that was refused."""
 
 
 def serve(command: JobsServeCommand) -> int:
@@ -119,7 +124,7 @@ def _hosts_of(command: JobsServeCommand) -> JobHosts | None:
 
 
 def add(command: JobsAddCommand) -> int:
-    """Adds a job, and waits until it is planned.
+    """Adds a job, and waits until it is planned unless ``--no-wait`` is given.
 
     Args:
         command: Options of the command.
@@ -158,7 +163,8 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
         folder: Folder in which the job will run.
 
     Raises:
-        WhaleError: Some options cannot be used; lists all.
+        WhaleError: Some options cannot be used, or ``--name`` is missing and no
+            scheduler listens, which knows the names of its jobs.
     """
     model = lasting_name(command.model)
     name = command.name or _default_name(command)
@@ -173,10 +179,10 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
         for option, value, most in (
             ("--steps", command.steps, LARGEST),
             ("--save-every", command.save_every, LARGEST),
-            ("--micro-batches", command.micro_batches or 1, _MOST_DEVICES),
+            ("--micro-batches", command.micro_batches, _MOST_DEVICES),
         ):
-            if not 1 <= value <= most:
-                problems.add(f"{option} is {value}; expected a whole number from 1")
+            if value is not None and not 1 <= value <= most:
+                problems.add(f"{option} is {value}; expected 1 to {most:,}")
         if not 0 <= command.priority <= 100:
             problems.add(f"--priority is {command.priority}; expected 0 to 100")
         if abs(command.seed) > LARGEST:
@@ -231,7 +237,7 @@ def _batches(
             )
         return least, None
     assert least is not None and most is not None
-    if (least, most) != (1, 1) and most < 2 * least:
+    if (least, most) != _REFUSED and most < 2 * least:
         problems.add(
             f"--batch is {text}; larger batches are multiples of the smallest, so the "
             f"largest needs {2 * least} samples or more. Give --batch "
@@ -258,10 +264,10 @@ def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, i
     least, largest = parts if colon else (parts[0], parts[0])
     if not 1 <= least <= largest <= most:
         problems.add(
-            f"{option} is {visible(text)[:40]!r}; expected N, or MIN:MAX with MIN at "
-            "most MAX, such as 1:8"
+            f"{option} is {visible(text)[:40]!r}; expected N from 1 to {most:,}, or "
+            "MIN:MAX with MIN at most MAX, such as 1:8"
         )
-        return 1, 1
+        return _REFUSED
     return least, largest
 
 
@@ -275,14 +281,16 @@ def change(
         what: Change to make.
     """
     name = command.name
-    answer = ask(_place(command), JobChange(name=name, what=what))
+    place = _place(command)
+    runs = _report(place, name).status in _RUNS
+    answer = ask(place, JobChange(name=name, what=what))
     assert isinstance(answer, RequestDone)
-    said = {
-        "cancel": "is cancelled, and ends after a step",
-        "pause": "writes a checkpoint after a step and pauses",
+    effects = {
+        "cancel": "is cancelled, and ends after a step" if runs else "is cancelled",
+        "pause": "writes a checkpoint after a step and pauses" if runs else "is paused",
         "resume": "continues as soon as devices are free",
     }
-    print(f"{name} {said[what]}")
+    print(f"{name} {effects[what]}")
     if answer.note:
         print(f"whalejax: {answer.note}", file=sys.stderr, flush=True)
     return 0

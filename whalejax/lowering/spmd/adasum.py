@@ -2,8 +2,8 @@
 
 Every device combines a part of every tensor for all ranks, so all ranks get the same
 bits. A power of two scales each tensor so that its largest element is near one. Dot
-products and norms are summed as pairs of floats. So they lose no digits, and overflow
-only if the tensors do.
+products and norms are summed as pairs of floats. So they have about twice the digits,
+and overflow only if the tensors do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whalejax.planner.sharding.layout import Spec
 Pair = tuple[Any, Any]
 """A number as the sum of two floats.
 
-The second float is smaller than the last digit of the first; None stands for 0.
+The second float has the digits that the first lacks; None stands for 0.
 """
 
 
@@ -45,7 +45,8 @@ def adasum_reduce(
     Args:
         stacked: For each parameter, the sums over the samples of each rank. The ranks
             are along a leading dimension that ``data`` shards.
-        weights: Weight of each rank's samples, by which its sums are divided.
+        weights: Weight of each rank's samples. The sums of a rank, or of the ranks that
+            are averaged first, are divided by the sum of their weights.
         specs: Spec of each parameter on the axes other than ``data``.
         slices: Number of layers that each tensor stacks; each layer counts as a tensor.
         mesh: Mesh of the devices.
@@ -93,16 +94,19 @@ class _Packing:
     """Packs tensors into one buffer of columns, in equal parts for all ranks.
 
     Attributes:
-        parts: Number of columns of each tensor in a part. Tensors with equal numbers
+        parts: Part of each parameter on one rank. Parts with equal numbers of columns
             are adjacent.
-        ranks: Number of parts.
+        ranks: Number of ranks, each of which combines one part of every parameter.
     """
 
     parts: tuple[Part, ...]
     ranks: int
 
     def packed(self, tensors: Sequence[Any], weight: Any) -> Any:
-        """Returns the buffer (rank, number, column); the last column is the weight."""
+        """Returns the buffer (rank, element of a column, column).
+
+        The last column is the weight.
+        """
         result = []
         for x, part in zip(tensors, self.parts, strict=True):
             flat = x.reshape(part.here, part.numbers)
@@ -154,7 +158,8 @@ class _Rows:
     """Tensors of several groups of ranks: (high + low) times a power of two.
 
     Attributes:
-        high, low: Arrays (group, number, column); ``low`` is None if it is 0.
+        high, low: Arrays (group, element of a column, column); ``low`` is None if it
+            is 0.
         exponents: Exponents of the powers of two, (group, tensor).
     """
 
@@ -184,8 +189,8 @@ class _Rows:
         """Rescales so that each tensor's largest element on this device is near one."""
         largest = jnp.abs(self.high).max(1)
         result = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
-        # Zeros are scaled too, and stay zero. With a second reader of the maxima, XLA
-        # on CPU would recompute the maxima for each number.
+        # Zeros are scaled too, and stay zero. To treat them apart would read the maxima
+        # twice, and XLA on CPU would then compute them again for every element.
         return self.shift_exponents(-_exponents(jnp.concatenate(result, -1)), packing)
 
     def shift_exponents(self, shifts: Any, packing: _Packing) -> _Rows:
@@ -206,10 +211,15 @@ class _PartialDots:
     mesh: Mesh
 
     def gather_numbers(self, own: Any) -> Any:
-        """Gathers the numbers (number, pair, tensor on this device) of all devices.
+        """Gathers the scalars of all devices for each tensor of their parts.
 
-        Returns (device, number, pair, tensor). It is zero if a device has no part of
-        the tensor, or has the same part as an earlier device.
+        Args:
+            own: Scalars of this device: (scalar, two groups, tensor on this device).
+
+        Returns:
+            Scalars of all devices: (device, scalar, two groups, tensor). Those of a
+            device are zero if it has no part of the tensor, or the same part as an
+            earlier device.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         result, first = [], 0

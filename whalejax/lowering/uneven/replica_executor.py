@@ -2,8 +2,9 @@
 
 Every replica is a row of the mesh along ``data``. It runs its own programs on its own
 micro-batches, and sums their results. Then the sums of all replicas are added, and each
-replica updates its copy of the model. Programs do not depend on shares, so changed
-shares compile nothing.
+replica updates its copy of the model. With ZeRO, it updates only its slice, and the
+slices are gathered. Programs do not depend on shares, so changed shares compile
+nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     """Runs a plan with unequal shares; its methods are those of ``runner.Runner``.
 
     Attributes:
-        program: Loss, optimizer and plan on all devices.
+        program: Loss, optimizer and the plan of one replica, on the mesh of all.
         mesh: Mesh of all devices, replicas along its first axis.
         exchange: Exchange that sums the replicas' buffers.
     """
@@ -231,7 +232,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         timed = self._start()
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
-        for replica, number in self._turns():
+        for replica, number in self._issue_order():
             sums[replica], rest[replica] = self._replicas[replica].add(
                 sums[replica],
                 rest[replica],
@@ -255,7 +256,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         seen = {r: self._local_view(state, r, whole=False) for r in self._mine}
         sums = {r: self._replicas[r].begin_eval() for r in self._mine}
-        for replica, number in self._turns():
+        for replica, number in self._issue_order():
             sums[replica] = self._replicas[replica].evaluate(
                 sums[replica],
                 *inputs_of(self.program, seen[replica]),
@@ -272,11 +273,11 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
-            "every replica of this plan has programs of its own, so there is no one "
+            "every replica of this plan has programs of its own, so there is no single "
             "program to lower"
         )
 
-    def _turns(self) -> list[tuple[int, int]]:
+    def _issue_order(self) -> list[tuple[int, int]]:
         numbers = micro_batch_ranges(self.shares)
         return [
             (r, numbers[r][turn])

@@ -72,12 +72,13 @@ def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
     Args:
         cluster: Cluster with a node for each host.
         options: Options of ``srun``, in which ``{kind}`` stands for the kind of a
-            node's devices, and ``{devices}`` for their number.
+            node's devices, and ``{devices}`` for their number. The number of devices
+            of a task is put first.
         address: Address of this machine at which the hosts reach it; default: its name.
 
     Raises:
-        WhaleError: There is no ``srun`` here, or a quotation in the options is not
-            closed.
+        WhaleError: There is no ``srun`` here, a quotation in the options is not closed,
+            or they name the allocation, as jobs are found by its name.
     """
     words = slurm_options(options)
 

@@ -504,7 +504,7 @@ class JobService:
                 f"{request.what}"
             )
         if job.cancelled:
-            raise JobError(f"job {job.name!r} was cancelled, and ends after a step")
+            raise JobError(f"job {job.name!r} is cancelled already")
         match request.what:
             case "resume":
                 if not job.paused:
