@@ -368,6 +368,11 @@ def test_wrong_places_for_checkpoints(
             "swarm show has no option '--jsn'. Did you mean --json",
         ),
         ("jobs show --jsn", "jobs show has no option '--jsn'. Did you mean --json?"),
+        ("show --al plan.json", "show has no option '--al'. Did you mean --all?"),
+        (
+            "launch --proceses 3 train.py",
+            "launch has no option '--proceses'. Did you mean --processes?",
+        ),
         ("", "no command is given. Commands: train, plan, show, "),
         ("help", "whalejax --help describes them"),
         ("swarm trian", "there is no command 'swarm trian'. Did you mean 'train'?"),

@@ -117,3 +117,20 @@ def test_a_script_finds_what_python_gives_it(status: int, tmp_path: Path) -> Non
     )
     assert plain.stdout and ours.stdout == plain.stdout, ours.stderr
     assert ours.returncode == plain.returncode == status % 256
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ranks_that_never_join_are_told_so(processes: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('hello')")
+    options = ["--logs", str(tmp_path), "--processes", processes]
+    done = subprocess.run(
+        [sys.executable, "-m", "whalejax", "launch", *options, str(script)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    alone = "no process called wh.init_distributed(), so each ran the whole script"
+    assert (alone in done.stderr) == (processes == "2")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import tyro
 from tyro import conf
@@ -41,6 +41,7 @@ from whalejax.cli.jobs.jobs_options import (
     JobsSimulateCommand,
 )
 from whalejax.cli.option_checks import (
+    check_options,
     check_table_options,
     check_words,
     checked,
@@ -211,6 +212,9 @@ def _parse(argv: Sequence[str]) -> Command:
 
 def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) -> Any:
     check_words(words)
+    kinds = {config.name: kind for kind, config in map(get_args, get_args(commands))}
+    if (kind := kinds.get(words[0] if words else "")) is not None:
+        check_options(f"{prog} {words[0]}", kind, words[1:])
     parsed, unknown = tyro.cli(
         commands,
         prog=prog,
@@ -220,7 +224,9 @@ def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) ->
         return_unknown_args=True,
     )
     if unknown:
-        raise WhaleError(unknown_words_text(f"{prog} {words[0]}", parsed, unknown))
+        raise WhaleError(
+            unknown_words_text(f"{prog} {words[0]}", type(parsed), unknown)
+        )
     return parsed
 
 

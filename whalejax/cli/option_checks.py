@@ -81,6 +81,7 @@ _NO_FOLDER: Final = (
 
 _POSITIONAL: Final = {
     "after": "B.json",
+    "arguments": "ARG",
     "before": "A.json",
     "supervisor": "HOST:PORT",
     "folder": "FOLDER",
@@ -190,22 +191,45 @@ _EXAMPLES: Final = {
 """Options with an example of their value."""
 
 
-def unknown_words_text(words: str, command: Any, unknown: Sequence[str]) -> str:
+def check_options(name: str, command: type, words: Sequence[str]) -> None:
+    """Refuses unknown options, which would hide the words that follow them.
+
+    Args:
+        name: Program and command, such as ``"whalejax plan"``.
+        command: Class of the command.
+        words: Words of the command; those after ``--`` are not checked.
+
+    Raises:
+        WhaleError: Some words are no options of the command.
+    """
+    known = {"--help", "--"}
+    for field in dataclasses.fields(command):
+        word = word_of(command, field.name)
+        known |= {word, word.replace("--", "--no-", 1)}
+    own = words[: [*words, "--"].index("--")]
+    options = [word for word in own if word.startswith("--") and " " not in word]
+    unknown = [
+        word
+        for word in options
+        if word.partition("=")[0].replace("_", "-") not in known
+    ]
+    if unknown:
+        raise WhaleError(unknown_words_text(name, command, unknown))
+
+
+def unknown_words_text(words: str, command: type, unknown: Sequence[str]) -> str:
     """Returns the message about words that a command cannot use.
 
     Args:
         words: Program and command, such as ``"whalejax plan"``.
-        command: Command with the options that were understood.
+        command: Class of the command.
         unknown: Words that are neither options of the command nor their values.
 
-    >>> command = ProfileCommand(plan=Path("plan.json"))
-    >>> unknown_words_text("whalejax profile", command, ["--num-steps", "9"])
+    >>> unknown_words_text("whalejax profile", ProfileCommand, ["--num-steps", "9"])
     "profile has no option '--num-steps'. Did you mean --steps?"
     """
     name = words.partition(" ")[2]
-    names = [
-        word_of(type(command), field.name) for field in dataclasses.fields(command)
-    ]
+    names = [word_of(command, field.name) for field in dataclasses.fields(command)]
     options = [name for name in names if name.startswith("--")]
     known = {name[2:].replace("-", "_"): name for name in options}
     texts = list[str]()

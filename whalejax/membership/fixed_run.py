@@ -168,6 +168,11 @@ class FixedRun:
         """Returns the ranks that still run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
+    @property
+    def is_unconnected(self) -> bool:
+        """Whether none of several processes has asked to join the others."""
+        return self.processes > 1 and not (self._joining or self.reports)
+
     def _first_failure(self) -> tuple[int, str]:
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended because another process failed, and none could name it.

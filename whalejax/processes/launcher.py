@@ -119,6 +119,12 @@ def run(launch: Launch) -> int:
         return launched.outcome(launched.run())
 
 
+_UNCONNECTED: Final = (
+    "whalejax: no process called wh.init_distributed(), so each ran the whole script "
+    "by itself. Call it at the start of the script to train together"
+)
+
+
 class _Launched:
     def __init__(
         self,
@@ -272,6 +278,8 @@ class _Launched:
             raise SystemExit(end.status)
         self._show()
         failed, status = self._policy.failure, end.status
+        if not failed and self._launch.tells and self._policy.is_unconnected:
+            say_in_background(_UNCONNECTED)
         failure = self._failure(*failed) if failed else None
         if self._launch.json:
             printed = _print_json(status, failure, self._ranks())
