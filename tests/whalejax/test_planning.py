@@ -855,3 +855,27 @@ def test_a_difference_is_no_rounding_and_a_batch_is_no_other_model() -> None:
     larger = plan.diff(plan.what_if(batch=128, mesh=dict(plan.axes)))
     assert [change.what for change in larger.changes] == ["batch"]
     assert larger.time_terms
+
+
+def test_parameters_of_a_diff_have_parts_of_the_traffic() -> None:
+    """The compiler combines collectives, so none has a latency of its own."""
+    net = {f"w{n}": jnp.zeros((512, 512)) for n in range(4)}
+    net |= {f"b{n}": jnp.zeros((512,)) for n in range(4)}
+
+    def loss(net: Any, x: Any) -> Any:
+        for n in range(4):
+            x = jnp.tanh(x @ net[f"w{n}"] + net[f"b{n}"][None])
+        return (x**2).mean()
+
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plans = [
+        wh.plan(loss, net, x, optimizer=optax.sgd(0.1), cluster=cluster, mesh=mesh)
+        for cluster, mesh in (("h100:8", {"data": 8}), ("a100-80:2x4", {"data": 8}))
+    ]
+    diff = plans[0].diff(plans[1])
+    moved = sum(t.seconds_after for t in diff.traffic if " of gradient" in t.what)
+    assert sum(x.seconds_after for x in diff.leaves) == pytest.approx(moved, rel=1e-6)
+    bias, weight = (
+        next(x for x in diff.leaves if x.label.startswith(name)) for name in "bw"
+    )
+    assert bias.seconds_after * 512 == pytest.approx(weight.seconds_after)

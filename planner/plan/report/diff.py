@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from whalejax.planner.plan.report.parameter_table import (
     homes,
 )
 from whalejax.planner.plan.report.plan_page import SHOWN_ROWS, page_width
-from whalejax.planner.plan.report.plan_traffic import by_sort
+from whalejax.planner.plan.report.plan_traffic import Sort, TrafficRow, by_sort
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,
@@ -96,7 +96,8 @@ class LeafShift:
         bytes_before, bytes_after: Bytes of these parameters on one device that stores
             some.
         seconds_before, seconds_after: Seconds of their collectives in one step, on the
-            links; part of them may be overlapped with computation.
+            links; part of them may be overlapped with computation. The compiler
+            combines collectives, so parameters have parts of their seconds, by bytes.
     """
 
     label: str
@@ -363,28 +364,38 @@ class _Facts:
 def _facts(plan: PlanData) -> dict[str, _Facts]:
     own = homes(plan)
     known: dict[object, _Facts] = {}
+    traffic: dict[int, dict[Sort, TrafficRow]] = {}
     found = {}
     for leaf in plan.leaves:
         home = own.get(leaf.path, plan)
+        if id(home) not in traffic:
+            traffic[id(home)] = by_sort(home)
         key = (dataclasses.replace(leaf, path="", roles=(), note=""), id(home))
         if key not in known:
-            known[key] = _facts_of(home, leaf, unlike=bool(plan.shares))
+            moved = traffic[id(home)]
+            known[key] = _facts_of(home, leaf, moved, unlike=bool(plan.shares))
         found[leaf.path] = known[key]
     return found
 
 
-def _facts_of(home: PlanData, leaf: LeafPlan, *, unlike: bool) -> _Facts:
+def _facts_of(
+    home: PlanData, leaf: LeafPlan, moved: Mapping[Sort, TrafficRow], *, unlike: bool
+) -> _Facts:
     collectives = collectives_of(home, leaf, unlike=unlike)
     where = ", in host memory" if leaf.hosted else ""
     return _Facts(
         words=f"{spec_text(leaf.param_spec)}{where}",
         collectives=collective_words(collectives, home),
         nbytes=leaf.nbytes // shards(leaf.param_spec, home.axis_sizes),
-        seconds=sum(_seconds(home, c) for c in collectives),
+        seconds=sum(_seconds(home, c, moved) for c in collectives),
     )
 
 
-def _seconds(plan: PlanData, c: Collective) -> float:
+def _seconds(plan: PlanData, c: Collective, moved: Mapping[Sort, TrafficRow]) -> float:
+    """Returns a parameter's part of the seconds of its plan's collectives."""
+    every = moved.get((c.kind, c.axes, c.what))
+    if every is not None and every.nbytes:
+        return every.seconds * c.payload_bytes * plan.times(c) / every.nbytes
     parts = axis_parts(c.axes, plan.axis_sizes, plan.cluster)
     return collective_seconds(c.kind, c.payload_bytes, parts) * plan.times(c)
 

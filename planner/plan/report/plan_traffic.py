@@ -20,6 +20,9 @@ Home = tuple[int | None, int]
 parallel pipelines.
 """
 
+Sort = tuple[str, tuple[str, ...], str]
+"""Kind of collective, mesh axes and contents."""
+
 INSIDE = "inside"
 """Name of the axis that stands for all devices of a stage, in a mesh of stages."""
 
@@ -56,7 +59,7 @@ class TrafficRow:
     links: tuple[str, ...]
 
     @property
-    def sort(self) -> tuple[str, tuple[str, ...], str]:
+    def sort(self) -> Sort:
         """Key of the same kind of traffic on other stages."""
         return self.kind, self.axes, self.what
 
@@ -139,16 +142,16 @@ def mesh_of(plan: PlanData) -> dict[str, int]:
     return outer | {INSIDE: plan.stage_plans[0].num_devices}
 
 
-def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
+def by_sort(plan: PlanData) -> dict[Sort, TrafficRow]:
     """Returns each kind of traffic, from the stages that send most of it."""
-    found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
+    found: dict[Sort, TrafficRow] = {}
     for row in traffic(plan):
         found.setdefault(row.sort, row)
     return found
 
 
 def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
-    found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
+    found: dict[Sort, TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
         times = plan.times(c)
