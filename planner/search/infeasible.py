@@ -82,7 +82,18 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
         asked = {w for w in search.refused if _AXES.get(w, "") in ("", *fixed)}
         for why in sorted(asked or search.refused):
             problems.add(_reason(search, why))
-    return PlanError(problems.text())
+    text = problems.text()
+    if _may_leave_idle(search):
+        text += "\nTo leave some devices idle, give allow_idle=True (--allow-idle)"
+    return PlanError(text)
+
+
+def _may_leave_idle(search: Search) -> bool:
+    """Returns whether fewer devices are possible, by the user's mesh and marks."""
+    request = search.request
+    marks = (mark for graph in search.graph.task_graphs for mark in graph.marks)
+    fixed = request.mesh or any(mark.devices is not None for mark in marks)
+    return not fixed and request.num_devices == search.cluster.num_devices > 1
 
 
 def _reason(search: Search, why: str) -> str:
@@ -106,7 +117,7 @@ def _reason(search: Search, why: str) -> str:
             "ZeRO 1 and 2 update in other shards: take zero=0, with fsdp instead of "
             "data where parameters are to be sharded"
         ),
-        NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
+        NEEDS_AN_AXIS: "Leave devices for tensor or expert, or remove the mark",
         NO_TENSOR: f"No weights{outside} can be sharded: leave tensor out",
         NO_EXPERTS: (
             f"{_sorted_rows(search, 'every device needs all experts')}No product of "
@@ -143,9 +154,12 @@ def _padding(search: Search) -> str:
             f"activations then take {gigabytes(nbytes)} more on each device) and mask "
             "the padding"
         )
-    return (
-        "; ".join([*padding, "or fix another size"]) if padding else "Fix another size"
+    sizes = [search.options.sizes[role] for role in search.options.sequence]
+    usable = divisors(math.gcd(search.request.num_devices, *sizes))[1:]
+    other = (
+        f"take context of {', '.join(map(str, usable))}" if usable else "leave it out"
     )
+    return "; ".join([*padding, f"or {other}"]) if padding else other.capitalize()
 
 
 def _no_space(search: Search) -> str:
@@ -363,11 +377,12 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
         if atoms and atoms[0] in roles
     ]
     own = [(t, d) for home, t, d in held if home == choice.task_graph]
+    whole = "remove the split mark" if choice.obliged else "leave tensor out of mesh="
     for tensor, dim in (own or [(t, d) for _, t, d in held])[:MOST_LEAVES]:
-        yield _dimension(search, tensor, dim, axis)
+        yield _dimension(search, tensor, dim, axis, whole)
 
 
-def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
+def _dimension(search: Search, tensor: Tensor, dim: int, axis: int, whole: str) -> str:
     parts, size = search.dims.sizes[tensor.id][dim], tensor.shape[dim]
     first, what, remedies = parts[0], f"is {size}; ", list[str]()
     if len(parts) > 1:
@@ -384,7 +399,7 @@ def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
         remedies.append(
             f"split over {count_text(best, 'device')} (split(devices={best}))"
         )
-    first_remedy, *others = [*remedies, "leave it whole"]
+    first_remedy, *others = [*remedies, whole]
     listed = ", ".join([first_remedy.capitalize(), *others[:-1]])
     listed += f", or {others[-1]}" if others else ""
     return (

@@ -96,7 +96,7 @@ def test_a_dimension_that_no_axis_divides() -> None:
     assert refused(hybrid(head), net(classes=10)) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. head.kernel dim 1 is 10; an axis of 8 does not divide 10. Pad it to 16, "
-        "split over 2 devices (split(devices=2)), or leave it whole"
+        "split over 2 devices (split(devices=2)), or remove the split mark"
     )
 
 
@@ -105,9 +105,9 @@ def test_every_dimension_that_might_have_served_is_listed() -> None:
     assert text == (
         "no layout of 8 devices serves this model: 2 problems\n"
         "  1. head.kernel dim 0 is 45; an axis of 8 does not divide 45. Pad it to 48, "
-        "or leave it whole\n"
+        "or remove the split mark\n"
         "  2. head.kernel dim 1 is 10; an axis of 8 does not divide 10. Pad it to 16, "
-        "split over 2 devices (split(devices=2)), or leave it whole"
+        "split over 2 devices (split(devices=2)), or remove the split mark"
     )
 
 
@@ -120,9 +120,9 @@ def test_a_dimension_that_the_fixed_axis_does_not_divide() -> None:
     assert refused(loss, model, mesh={"tensor": 16}, cluster="h100:2x8") == (
         "no layout of 16 devices serves this model: 2 problems\n"
         "  1. w dim 0 is 24; an axis of 16 does not divide 24. Pad it to 32, split "
-        "over 8 devices (split(devices=8)), or leave it whole\n"
+        "over 8 devices (split(devices=8)), or leave tensor out of mesh=\n"
         "  2. w dim 1 is 36; an axis of 16 does not divide 36. Pad it to 48, split "
-        "over 4 devices (split(devices=4)), or leave it whole"
+        "over 4 devices (split(devices=4)), or leave tensor out of mesh="
     )
 
 
@@ -138,9 +138,9 @@ def test_a_dimension_of_which_the_axis_divides_only_the_whole() -> None:
         "no layout of 8 devices serves this model: 2 problems\n"
         "  1. w dim 0 is 8, which the model reshapes to 2 × 4, and only the first of "
         "these can be sharded: an axis of 8 does not divide 2. Split over 2 devices "
-        "(split(devices=2)), or leave it whole\n"
-        "  2. w dim 1 is 3; an axis of 8 does not divide 3. Pad it to 8, or leave it "
-        "whole"
+        "(split(devices=2)), or leave tensor out of mesh=\n"
+        "  2. w dim 1 is 3; an axis of 8 does not divide 3. Pad it to 8, or leave "
+        "tensor out of mesh="
     )
 
 
@@ -180,7 +180,7 @@ def test_a_mesh_without_an_axis_for_the_split() -> None:
     assert refused(hybrid(), mesh={"data": 8}) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. a split region needs a tensor or an expert axis; mesh= fixes data 8. "
-        "Leave tensor open, or remove the mark"
+        "Leave devices for tensor or expert, or remove the mark"
     )
 
 
@@ -220,7 +220,8 @@ def test_a_batch_that_the_marks_cannot_share() -> None:
     assert refused(hybrid(), batch=batch(12)) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. the global batch has 12 samples; at least 8 devices would share them, "
-        "but 8 does not divide 12. Use a batch of 16 or 8, or 6 devices"
+        "but 8 does not divide 12. Use a batch of 16 or 8, or 6 devices\n"
+        "To leave some devices idle, give allow_idle=True (--allow-idle)"
     )
 
 
@@ -230,7 +231,8 @@ def test_micro_batches_smaller_than_the_data_axis() -> None:
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. the global batch has 24 samples, 6 in each of 4 micro-batches; at least "
         "8 devices would share them, but 8 does not divide 6. Use a batch of 32, or 6 "
-        "devices, or fewer micro-batches"
+        "devices, or fewer micro-batches\n"
+        "To leave some devices idle, give allow_idle=True (--allow-idle)"
     )
 
 
@@ -432,7 +434,8 @@ def test_metadata_on_a_dimension_that_no_axis_divides() -> None:
         assert refused(loss, odd) == (
             "no layout of 8 devices serves this model: 1 problem\n"
             f"  1. up.kernel dim 1: its metadata shards it over {axis}, and no size of "
-            f"{axis} here (2, 4, 8) divides 45. Pad it to 46, or drop that name"
+            f"{axis} here (2, 4, 8) divides 45. Pad it to 46, or drop that name\n"
+            "To leave some devices idle, give allow_idle=True (--allow-idle)"
         )
 
 
