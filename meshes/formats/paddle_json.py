@@ -107,6 +107,13 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
         raise WhaleError(
             f"cluster file {name!r} cannot be read as JSON: {error}"
         ) from error
+    if isinstance(data, dict) and "machines" not in data:
+        what = "a plan" if "whalejax_plan" in data else "no description of a cluster"
+        raise WhaleError(
+            f"cluster file {name!r} is {what}: it has no list of machines. Files that "
+            "end in .json are read as PaddlePaddle's descriptions of clusters; others "
+            "are .toml files, or texts such as h100:2x8"
+        )
     return from_data(data, f"cluster file {name!r}")
 
 

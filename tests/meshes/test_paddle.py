@@ -275,3 +275,16 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         wh.cluster(str(tmp_path / "text.json"))
     with pytest.raises(wh.WhaleError, match="expected a table"):
         from_data([], "it")
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [({"whalejax_plan": 5}, "a plan"), ({"x": 1}, "no description of a cluster")],
+)
+def test_a_file_of_something_else_is_told(
+    tmp_path: Path, data: dict[str, Any], what: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(wh.WhaleError, match=f"is {what}: it has no list of machines"):
+        wh.cluster(str(path))

@@ -268,6 +268,10 @@ def _newest_step(events: Events, commits: Events) -> int:
 
 
 def _home(folder: Path) -> Path:
+    if folder.is_file():
+        raise WhaleError(
+            f"{folder} is a file; name the folder of --save, or that of --logs"
+        )
     pointer = folder / f"{FOLDER}.json"
     try:
         home = json_module.loads(pointer.read_text())
@@ -395,9 +399,14 @@ def show(folder: Path, *, json: bool = False) -> int:
 
 def _lines(run: RunStatus) -> list[str]:
     loss = "" if run.loss is None else f", loss {run.loss:.6g}"
+    steps = f"{run.step} of {run.steps or 'unknown'}{loss}"
+    checkpoint = run.checkpoint or "none"
+    if run.generations and not (run.steps or run.steps_done or run.checkpoint):
+        steps = "not known: the script has a loop of its own"
+        checkpoint = "not known: the script saves its own"
     lines = [
         f"run         {run.state}, {run.seconds:g} s",
-        f"step        {run.step} of {run.steps or 'unknown'}{loss}",
+        f"step        {steps}",
     ]
     if run.why:
         first, _, more = run.why.partition("\n")
@@ -410,7 +419,7 @@ def _lines(run: RunStatus) -> list[str]:
         lines.append(f"reduction   by {run.adding_up.by}: {why}")
     if run.tables_placed is not None:
         lines.append(f"tables      {printable(run.tables_placed)}")
-    lines.append(f"checkpoint  {run.checkpoint or 'none'}")
+    lines.append(f"checkpoint  {checkpoint}")
     for name, member in run.members.items():
         rank = "" if member.rank is None else f", rank {member.rank}"
         pid = "" if member.pid is None else f", pid {member.pid}"

@@ -126,6 +126,19 @@ def test_a_generation_has_the_step_of_the_state_that_it_found(tmp_path: Path) ->
     assert [one.step for one in status_of(tmp_path)[-1].generations] == [-1, 3, 4]
 
 
+def test_steps_of_a_loop_that_reports_none_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Journal(tmp_path)
+    found.tell(("opened", {"host": "127.0.0.1", "port": 1}))
+    found.begin(1, ["m1", "m2"], -1)
+    found.end(0)
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "step        not known: the script has a loop of its own\n" in out
+    assert "checkpoint  not known: the script saves its own\n" in out
+
+
 def test_earlier_runs_of_a_folder_are_shown_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +261,14 @@ def test_a_process_that_failed_is_not_called_lost(
         r"^failed      m1  at .*; its log ends: ValueError: no$", said, re.M
     )
     assert re.search(r"^lost        m2  at .* status -9$", said, re.M)
+
+
+def test_a_file_is_no_folder_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert main(["status", str(tmp_path / "train.py")]) == 2
+    assert "train.py is a file; name the folder of" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
