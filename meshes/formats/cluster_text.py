@@ -5,6 +5,8 @@ The links come from the catalogue, for texts and for files without levels.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -318,6 +320,37 @@ def _check_together(parts: list[_Part], problems: Problems) -> None:
                 f"catalogue knows no network for it. Describe the cluster in a TOML "
                 f"file"
             )
+
+
+def levels_of_kind(cluster: ClusterData, kind: str) -> tuple[Level, ...] | None:
+    """Returns the levels that the nodes of one kind have without the other nodes.
+
+    Links of mixed nodes are as slow as their slowest. Returns None if the links are not
+    those of the catalogue, which then cannot be known for one kind.
+
+    Args:
+        cluster: Devices of several kinds.
+        kind: Name of a kind in the cluster.
+
+    >>> mixed = parse("h100:8+t4:8")
+    >>> mixed.levels[0].name, levels_of_kind(mixed, "h100")[0].name
+    ('nvlink/pcie', 'nvlink')
+    """
+    groups = [
+        (name, count, len([*nodes]))
+        for (name, count), nodes in itertools.groupby(
+            cluster.nodes, key=lambda node: (node.kind.name, node.count)
+        )
+    ]
+    own = [group for group in groups if group[0] == kind]
+    whole, alone = (
+        "+".join(f"{name}:{number}x{count}" for name, count, number in some)
+        for some in (groups, own)
+    )
+    with contextlib.suppress(WhaleError):
+        if parse(whole).levels == cluster.levels:
+            return parse(alone).levels
+    return None
 
 
 def near_cube(chips: int, dims: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.cluster_text import levels_of_kind
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
@@ -51,6 +52,9 @@ def notes_on_kinds(
     found: list[Plan] = []
     for kind in plan.cluster.kinds:
         part = devices_of_kind(plan.cluster, kind, sizes[kind.name])
+        levels = levels_of_kind(plan.cluster, kind.name)
+        if levels is not None:
+            part = dataclasses.replace(part, levels=levels)
         one = dataclasses.replace(request, num_devices=part.num_devices)
         with contextlib.suppress(WhaleError):
             bounds = StageBounds(graph, part, one, 1, [count], known=known, again=again)
