@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import whalejax as wh
 from tests.equality import check, free_links, on_one_device
@@ -65,3 +68,45 @@ def test_shard_map_without_a_mesh() -> None:
         "jax.set_mesh(mesh), or remove jax.shard_map: the plan divides the work "
         "itself"
     )
+
+
+@pytest.mark.parametrize(
+    ("order", "runs"), [(range(8), True), (range(2), False), (range(7, -1, -1), False)]
+)
+def test_shard_map_runs_on_the_devices_of_the_plan(order: Any, runs: bool) -> None:
+    mesh = Mesh(np.array([jax.devices()[n] for n in order]), ("x",))
+    rows = PartitionSpec("x")
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        double = jax.shard_map(
+            lambda h: 2 * h, mesh=mesh, in_specs=rows, out_specs=rows
+        )
+        return jnp.mean(double(jnp.tanh(x @ p["w"])) ** 2)
+
+    model, x = {"w": jnp.full((8, 16), 0.1)}, jnp.ones((16, 8))
+    plan = wh.plan(loss, model, x, optimizer=optax.sgd(0.1), cluster="cpu:8")
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "devices": jax.devices()}
+    if not runs:
+        ids = re.escape(str([*order]))
+        with pytest.raises(wh.PlanError, match=rf"shard_map on devices {ids} \(test_"):
+            wh.compile(plan, loss, model, **options)
+        return
+    step = wh.compile(plan, loss, model, **options)
+    _, metrics = step(step.init_from(model), x)
+    np.testing.assert_allclose(metrics["loss"], loss(model, x), rtol=1e-5)
+
+
+def test_layouts_of_device_put_are_omitted() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        return jnp.mean(jax.device_put(jnp.tanh(x @ p["w"]), sharding) ** 2)
+
+    model, x = {"w": jnp.full((8, 16), 0.1)}, jnp.ones((16, 8))
+    tx = optax.sgd(0.1)
+    plan = wh.plan(loss, model, x, optimizer=tx, cluster="cpu:8")
+    assert any("fixes by device_put (the first: " in note for note in plan.notes)
+    step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+    _, metrics = step(step.init_from(model), x)
+    np.testing.assert_allclose(metrics["loss"], loss(model, x), rtol=1e-5)

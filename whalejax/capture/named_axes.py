@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.meshes.errors import Problems, WhaleError
@@ -93,12 +94,40 @@ def _bound(function: Flat, name: str) -> Flat:
     return run
 
 
-CONSTRAINT: Final = "sharding_constraint"
-"""Name of the primitive of ``with_sharding_constraint``."""
+_ON_DEVICES: Final = (None, "device", "unpinned_host")
+"""Kinds of the memory in which values are computed."""
+
+
+def only_fixes_layout(equation: Any) -> bool:
+    """Returns whether an equation returns its operands, and only fixes their layout.
+
+    Such equations are those of ``with_sharding_constraint``, and of ``device_put`` with
+    a ``NamedSharding``.
+    """
+    if equation.primitive.name == "device_put":
+        return all(
+            isinstance(to, NamedSharding) and to.memory_kind in _ON_DEVICES
+            for to in equation.params["devices"]
+        )
+    return bool(equation.primitive.name == "sharding_constraint")
+
+
+def fixed_devices(jaxpr: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yields the devices of each ``jax.shard_map`` of a loss, and its source line.
+
+    Args:
+        jaxpr: Jaxpr of the loss.
+    """
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        mesh = equation.params.get("mesh")
+        if equation.primitive.name == "shard_map" and isinstance(mesh, Mesh):
+            yield tuple(mesh.devices.flat), _compat.line_text(equation)
+        for inner in _compat.inner_jaxprs(equation):
+            yield from fixed_devices(inner)
 
 
 def constraint_notes(jaxpr: Any) -> list[str]:
-    """Returns notes on the layouts that the loss fixes by ``with_sharding_constraint``.
+    """Returns notes on the layouts that the loss fixes; see ``only_fixes_layout``.
 
     Args:
         jaxpr: Jaxpr of the loss.
@@ -106,13 +135,15 @@ def constraint_notes(jaxpr: Any) -> list[str]:
     result = [*_constraints(jaxpr)]
     if not result:
         return []
-    spec, line = result[0].params["sharding"], _compat.line_text(result[0])
+    params, line = result[0].params, _compat.line_text(result[0])
+    spec = params["sharding"] if "sharding" in params else params["devices"][0]
     spec = getattr(spec, "spec", spec)
+    call = "device_put" if "devices" in params else "with_sharding_constraint"
     count = len(result)
     layouts = count_text(count, "layout")
     are = "is" if count == 1 else "are"
     return [
-        f"{layouts} of values that the model fixes by with_sharding_constraint (the "
+        f"{layouts} of values that the model fixes by {call} (the "
         f"first: {spec} in {line}) {are} omitted: this plan chooses layouts itself. "
         "Choose what an axis shards by the metadata of parameters, or by "
         "wh.split(axis=...)"
@@ -192,7 +223,7 @@ def refuse_explicit_axes(jaxpr: Any) -> None:
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
-        if equation.primitive.name == CONSTRAINT:
+        if only_fixes_layout(equation):
             yield equation
         if _compat.recursion(equation) != "opaque":
             for inner in _compat.inner_jaxprs(equation):

@@ -17,6 +17,7 @@ import optax
 from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
+from whalejax.capture.named_axes import fixed_devices
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.evaluate import HOST_MEMORY
 from whalejax.meshes.checks import short_repr
@@ -41,6 +42,35 @@ _OTHER_LOSS: Final = (
     "the loss that wh.compile was given; time and memory were predicted for the other. "
     "Plan again with wh.plan(loss_fn, …), or give wh.compile the loss of the plan"
 )
+
+
+def check_fixed_devices(captured: Captured, plan: Plan, devices: Sequence[Any]) -> None:
+    """Refuses a loss whose ``jax.shard_map`` runs on other devices than the plan.
+
+    Args:
+        captured: The traced loss.
+        plan: Plan to run.
+        devices: Devices of the plan in node order.
+
+    Raises:
+        PlanError: A program of the plan has other devices, or another order of them.
+    """
+    parts = plan.stages is not None or bool(plan.shares) or plan.combine != "mean"
+    for own, line in fixed_devices(captured.jaxpr):
+        if own == tuple(devices) and not parts:
+            continue
+        mine = [device.id for device in devices]
+        why = (
+            "programs of this plan run on parts of these devices"
+            if own == tuple(devices)
+            else f"the plan runs on devices {mine}, in this order"
+        )
+        raise PlanError(
+            f"loss_fn calls jax.shard_map on devices {[d.id for d in own]} ({line}), "
+            f"and {why}. Remove jax.shard_map, as the plan divides the work itself; or "
+            "give it a mesh of the plan's devices in their order, and plan without "
+            "stages, shares and combine"
+        )
 
 
 def devices_of(plan: Plan, devices: Any) -> list[Any]:

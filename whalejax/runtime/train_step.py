@@ -39,6 +39,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.plan_compatibility import (
+    check_fixed_devices,
     check_host_memory,
     check_planned,
     check_planned_state,
@@ -811,6 +812,7 @@ def step_of(
     if evaluating is None:
         check_split(captured, plan)
     check_planned_state(plan, adapter, optimizer)
+    check_fixed_devices(captured, plan, chosen)
     # With Adasum, each rank runs the loss on its own samples.
     apart = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
     if apart > 1:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
-from whalejax.capture.named_axes import CONSTRAINT
+from whalejax.capture.named_axes import only_fixes_layout
 from whalejax.capture.patterns.named_calls import called_logits, makes_logits
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
@@ -262,7 +262,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _logits(scope, equation, settled(values), position)
         elif position in scope.constraints.sorted_rows:
             results = _sorted_rows(scope, equation, settled(values), position)
-        elif equation.primitive.name == CONSTRAINT:
+        elif only_fixes_layout(equation):
             results = values
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
