@@ -161,9 +161,10 @@ class ElasticMember:
                 except _Regroup:
                     continue
                 except GeneratorExit:
-                    self._control.post(wire.MemberLeft(step=self._at))
                     self._control.phase = phases.SAVING
+                    self._save_left()
                     self._saver.wait()
+                    self._control.post(wire.MemberLeft(step=self._at))
                     raise
                 except NoSupervisorError:
                     self._save_last()
@@ -356,6 +357,12 @@ class ElasticMember:
                 self._control.phase = phases.SAVING
                 # The finished step goes to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
+
+    def _save_left(self) -> None:
+        """Saves the state at which the loop was left, if this is the first member."""
+        is_first = self._names[:1] == [self._control.name]
+        if self._state is not None and is_first and not self._is_divergent:
+            self._saver.save_left(self._state, self._at)
 
     def _save_last(self) -> None:
         """Saves the state when the supervisor is gone, so that the run can resume."""

@@ -8,6 +8,7 @@ state after the same step.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -36,7 +37,7 @@ from whalejax.meshes.units import count_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.steps_in_flight import is_divergent
-from whalejax.state.async_checkpoints import remove_old_checkpoints
+from whalejax.state.async_checkpoints import remove_after_error, remove_old_checkpoints
 from whalejax.state.checkpoint_files import fail_together, told_by_all
 from whalejax.state.resume import agreed_checkpoints
 from whalejax.wire import run_messages as wire
@@ -44,6 +45,7 @@ from whalejax.wire import run_messages as wire
 
 _KEEP_SECONDS: Final = 300.0
 _STOPS: Final = "stops"
+_LEFT: Final = "left"
 _COPIES: Final = "copies"
 _BUSY: Final = "busy"
 _FLUSH_SECONDS: Final = 5.0
@@ -83,6 +85,7 @@ class SpreadMember:
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
         self._is_divergent = False
+        self._newest: tuple[TrainState, int] | None = None
         self._over = self._has_committed = False
         self._times: list[float] = []
         self._status: int | None = None
@@ -105,6 +108,9 @@ class SpreadMember:
             self._times.append(time.monotonic())
             try:
                 yield from self._steps(state, done)
+            except GeneratorExit:
+                self._save_left()
+                raise
             finally:
                 self._over = True
                 if self._copying is not None:
@@ -132,6 +138,7 @@ class SpreadMember:
             due = done % self._training.save_every == 0 or done == self._training.steps
             if due:
                 self._save(state, done)
+            self._newest = None if due else (state, done)
             self._phase(BETWEEN)
             yield (
                 state,
@@ -309,6 +316,12 @@ class SpreadMember:
         if self._asked >= 0 or (self._leaves and self._has_committed):
             mine = _STOPS
         said = told_by_all(mine, "whether to stop")
+        if _LEFT in said:
+            raise WhaleError(
+                f"process {said.index(_LEFT)} has left its loop after step {done}, "
+                "where this one goes on. Leave all loops at the same step, by a "
+                "condition on the loss"
+            )
         if _STOPS in said:
             self._stop(state, done)
         elif said[0] == _COPIES and _BUSY not in said and self._copying is not None:
@@ -355,7 +368,22 @@ class SpreadMember:
 
     # Saving.
 
-    def _save(self, state: TrainState, done: int) -> None:
+    def _save_left(self) -> None:
+        """Saves the state at which the loops of all processes were left."""
+        if self._newest is None or sys.is_finalizing():
+            return
+        if self._control is not None:
+            said = told_by_all(_LEFT, "whether to stop")
+            if {*said} != {_LEFT}:
+                return
+        state, done = self._newest
+        if jax.process_index() == 0 and self._training.save is not None:
+            # An error in the body of a loop leaves it too; see ``Saver.save_left``.
+            path = self._training.save / f"step_{done:06d}"
+            atexit.register(remove_after_error, path)
+        self._save(state, done, removes=False)
+
+    def _save(self, state: TrainState, done: int, *, removes: bool = True) -> None:
         folder = self._training.save
         if folder is None or self._is_divergent:
             return  # The loss is not finite.
@@ -371,7 +399,7 @@ class SpreadMember:
                 warn(f"no checkpoint was written after step {done}: {error}")
             return
         self._post_first(wire.Saved(step=done, path=str(path)))
-        if jax.process_index() == 0:
+        if removes and jax.process_index() == 0:
             try:
                 remove_old_checkpoints(folder, self._training.keep)
             except OSError as error:

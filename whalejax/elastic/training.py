@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -73,7 +74,8 @@ def train_elastic(
         job: Job to train; the same in all processes.
         steps: Total number of steps, including those of a restored checkpoint.
         save: Folder of checkpoints; a new run goes on from the newest one there.
-        save_every: Steps between checkpoints; the last step also has one.
+        save_every: Steps between checkpoints. The last step also has one, and so has
+            the step at which the loop is left.
         keep: Number of newest checkpoints to keep.
         batch: Samples of the global batch; default: the job's own number.
         num_micro_batches: Number of micro-batches in a step, which members divide;
@@ -412,6 +414,7 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
     with hold_folder(training.save):
         saver = Saver(programs, training.save, training.save_every, training.keep, tell)
         state = programs.newest(training.save)
+        is_good = False
         try:
             for done in range(int(state.step), training.steps):
                 parts: dict[Any, Any] = {}
@@ -428,5 +431,10 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
                 if is_good and saver.is_due(done + 1, training.steps):
                     saver.save(state, done + 1)
                 yield state, {**metrics, "generation": 0, "goodput": 1.0}
+        except GeneratorExit:  # The loop was left.
+            done = int(state.step)
+            if is_good and saver.is_due(done, done) and not sys.is_finalizing():
+                saver.save(state, done)
+            raise
         finally:
             saver.wait()

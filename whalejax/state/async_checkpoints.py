@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,8 +79,29 @@ class Saver:
         due = step % self._every == 0 or step == last
         return due and self._writes != step and not _path(self._folder, step).exists()
 
+    def save_left(self, state: TrainState, step: int) -> None:
+        """Writes the state at which a loop was left, if it is not written yet.
+
+        An error in the body of a loop leaves it too, and the body must run again for
+        this step. So the checkpoint is removed if an error ends this process.
+
+        Args:
+            state: State to copy.
+            step: Number of steps that led to it.
+        """
+        if not self.is_due(step, step) or sys.is_finalizing():
+            return
+        assert self._folder is not None
+        atexit.register(remove_after_error, _path(self._folder, step))
+        self.save(state, step, removes=False)
+
     def save(
-        self, state: TrainState, step: int, look: Callable[[], None] = lambda: None
+        self,
+        state: TrainState,
+        step: int,
+        look: Callable[[], None] = lambda: None,
+        *,
+        removes: bool = True,
     ) -> None:
         """Copies a state and begins to write the copy.
 
@@ -86,6 +109,7 @@ class Saver:
             state: State to copy; it is not donated.
             step: Number of steps that led to it.
             look: Function called while an earlier checkpoint is written; may raise.
+            removes: Whether to remove old checkpoints afterwards.
         """
         assert self._folder is not None
         if not self.wait(look):
@@ -98,7 +122,7 @@ class Saver:
         copy = self._programs.copy_state(state)
         self._writes = step
         self._thread = threading.Thread(
-            target=self._write, args=(self._folder, copy, step), daemon=True
+            target=self._write, args=(self._folder, copy, step, removes), daemon=True
         )
         self._thread.start()
 
@@ -119,7 +143,7 @@ class Saver:
                 return False
         return True
 
-    def _write(self, folder: Path, state: Any, step: int) -> None:
+    def _write(self, folder: Path, state: Any, step: int, removes: bool) -> None:
         path = _path(folder, step)
         try:
             if not path.exists():
@@ -129,7 +153,8 @@ class Saver:
             self._tell(NotSaved(step=step, why=str(error)[:2000]))
             return
         try:
-            remove_old_checkpoints(folder, self._keep)
+            if removes:
+                remove_old_checkpoints(folder, self._keep)
         except OSError as error:
             warn(f"old checkpoints stay in {folder}: {error}")
         self._tell(Saved(step=step, path=str(path)))
@@ -140,6 +165,23 @@ class Saver:
                 "this member was given up, or its supervisor is gone, so that another "
                 "may write this checkpoint"
             )
+
+
+def remove_after_error(path: Path) -> None:
+    """Removes a checkpoint if an error ends this process; for its exit.
+
+    Args:
+        path: Folder of the checkpoint, which may be absent.
+    """
+    if getattr(sys, "last_value", None) is not None and path.is_dir():
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Rename it first: a partly removed folder must not have a checkpoint's name.
+    removed = path.with_name(f"{path.name}.deleted")
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
@@ -156,10 +198,7 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
         if _REMOVED.fullmatch(path.name):  # from a process that was killed here
             shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints(folder)[keep:]:
-        # Rename it first: a partly removed folder must not have a checkpoint's name.
-        removed = path.with_name(f"{path.name}.deleted")
-        path.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        _remove(path)
 
 
 def _path(folder: Path, step: int) -> Path:

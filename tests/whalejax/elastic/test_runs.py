@@ -90,6 +90,33 @@ def test_a_run_survives_the_loss_of_members_and_supervisor(tmp_path: Path) -> No
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", [None, {"data": -1}])
+def test_loops_that_are_left_save_their_state(tmp_path: Path, mesh: Any) -> None:
+    save = tmp_path / "save"
+    options = {"steps": 400, "breaks_at": 7, "save": str(save), "mesh": mesh}
+    with running(tmp_path, options, least=2, most=2) as run:
+        assert run.wait() == 0, run.told()
+        (saved,) = run.events("saved")
+        assert saved["step"] == 7 and [p.name for p in save.glob("step_*")] == [
+            "step_000007"
+        ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [None, {"data": -1}])
+def test_an_error_in_the_body_leaves_no_checkpoint_of_its_step(
+    tmp_path: Path, mesh: Any
+) -> None:
+    """The body of that step must run again after a restart."""
+    save = tmp_path / "save"
+    options = {"steps": 400, "fails_at": 7, "save": str(save), "save_every": 4}
+    with running(tmp_path, {**options, "mesh": mesh}, least=1, most=1) as run:
+        assert run.wait() == 1, run.told()
+        assert [p.name for p in save.glob("step_*")] == ["step_000004"]
+        assert "a bug in the body" in run.events("ending")[0]["why"]
+
+
+@pytest.mark.full
 def test_loops_that_are_left_complete_a_run(tmp_path: Path) -> None:
     options = {"steps": 400, "breaks_at": 12, "after": 12.0}
     settings = {"least": 2, "most": 2, "spares": 1, "lease_seconds": 5.0}
