@@ -26,6 +26,8 @@ MARKS = [
     (wh.replicate(), "wh.replicate[]"),
     (wh.replicate(devices=2), "wh.replicate[devices=2]"),
     (wh.split(devices=4, axis="mlp"), "wh.split[axis=mlp;devices=4]"),
+    (wh.split(axis="head.kernel[1]"), "wh.split[axis=head.kernel.1]"),  # as in plans
+    (wh.split(axis="blocks.*.up.kernel[1]"), "wh.split[axis=up.kernel.1]"),
     (wh.stage(devices=3), "wh.stage[devices=3]"),
     (
         wh.pipeline(num_stages=2, num_micro_batches=8, schedule="1f1b"),

@@ -134,6 +134,7 @@ def test_nothing_fits_on_one_of_the_clusters() -> None:
     assert isinstance(first.problem, NothingFits)
     assert second.samples > 0
     assert "none    on t4:1: no plan fits" in str(found)
+    assert "fixed" not in str(first.problem)  # The user fixed nothing.
     document = found.document()["batches"]
     assert document[0]["plan"] is None and "lacks" in document[0]["reason"]
 

@@ -80,17 +80,14 @@ def test_a_plan_for_another_number_of_devices() -> None:
     plan = planned(cluster="h100:4")
     text = compile_refused(plan, plain, net(), devices=jax.devices())
     assert text == (
-        "this plan is for 4 devices (4×H100 (1 node of 4, nvlink)); here are 8 (cpu). "
-        "Plan again for this machine, or pass devices=jax.devices()[:4]"
+        "this plan is for 4 devices (4×H100 (1 node of 4, nvlink)); devices= has 8 "
+        "(cpu). Plan again for this machine, or pass devices=jax.devices()[:4]"
     )
     plan = planned(cluster="h100:8")
     text = compile_refused(plan, plain, net(), devices=jax.devices()[:4])
     assert text == (
-        "this plan is for 8 devices (8×H100 (1 node of 8, nvlink)); here are 4 (cpu). "
-        "Plan again for this machine. "
-        "The environment variable JAX_NUM_CPU_DEVICES=8, or "
-        'jax.config.update("jax_num_cpu_devices", 8) before anything asks for '
-        "devices, makes virtual ones"
+        "this plan is for 8 devices (8×H100 (1 node of 8, nvlink)); devices= has 4 "
+        "(cpu). Plan again for 4, or give 8 of all 8"
     )
 
 

@@ -231,14 +231,17 @@ def largest_batch(
     >>> found[0].samples > 100_000
     True
     """
-    is_free = "num_micro_batches" not in options
-    options.setdefault("num_micro_batches", 1)
-    options.setdefault("offload", ())
+    defaults: dict[str, Any] = {"num_micro_batches": 1, "offload": ()}
+    unasked = frozenset(defaults) - options.keys()
+    options = {**defaults, **options}
     places = named_clusters(
         "wh.largest_batch", clusters, {} if prices is None else prices, options
     )
     request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
-    question = question_about(request, loss_fn, model, batch)
+    question = dataclasses.replace(
+        question_about(request, loss_fn, model, batch), unasked=unasked
+    )
+    is_free = "num_micro_batches" in unasked
     result = LargestBatches(
         tuple(_largest_of(question, *place, is_free) for place in places)
     )

@@ -8,7 +8,7 @@ margin)`` for a device's memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Final
 
 from whalejax.api.plan_settings import PlanSettings
@@ -84,7 +84,10 @@ def with_margin_said(
 
 
 def with_fixed_settings(
-    error: NothingFits, settings: PlanSettings, marks: Iterable[Mark]
+    error: NothingFits,
+    settings: PlanSettings,
+    marks: Iterable[Mark],
+    unasked: Container[str] = (),
 ) -> NothingFits:
     """Returns an error that names the choices that the user fixed.
 
@@ -92,11 +95,12 @@ def with_fixed_settings(
         error: Error of a search that obeyed the settings and marks.
         settings: Settings from the user.
         marks: Marks of the model.
+        unasked: Names of settings that the user did not give.
     """
     fixed = [
         f"{name}={given!r:.80}"
         for name in _CHOICES
-        if (given := getattr(settings, name)) is not None
+        if (given := getattr(settings, name)) is not None and name not in unasked
     ]
     fixed += [f"the mark {mark}" for mark in dict.fromkeys(map(str, marks))]
     if not fixed:

@@ -213,6 +213,7 @@ class PlanQuestion:
         traced: Traced losses of the model, by the settings that they depend on.
         beside_swarm: Whether a plan over slow links gets a note on the time of a swarm.
         least_margin: Least free memory of plans, as a fraction of the predicted memory.
+        unasked: Names of the settings that the user did not give.
     """
 
     adapter: Adapter
@@ -222,6 +223,7 @@ class PlanQuestion:
     traced: Traces = field(default_factory=Traces)
     beside_swarm: bool = True
     least_margin: float = 0.0
+    unasked: frozenset[str] = frozenset()
 
     @collections_paused()
     @without_mesh
@@ -610,7 +612,8 @@ class PlanQuestion:
             said = with_margin_said(error, self.cluster, margin)
             graphs = programs.graph.task_graphs
             marks = [mark for graph in graphs for mark in graph.marks]
-            raise with_fixed_settings(said, self.request, marks) from error
+            fixed = with_fixed_settings(said, self.request, marks, self.unasked)
+            raise fixed from error
         return with_devices(result, self.cluster) if margin else result
 
     def _margin(self, programs: Programs) -> float:

@@ -124,9 +124,13 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
             remedy += f", or pass devices=jax.devices()[:{count}]"
         elif result[0].platform == "cpu":
             remedy = virtual
+        there = "devices= has" if chosen else "here are"
+        all_here = len(jax.devices()) if chosen else 0
+        if chosen and len(result) < count <= all_here:
+            remedy = f"Plan again for {len(result)}, or give {count} of all {all_here}"
         raise PlanError(
             f"this plan is for {count_text(count, 'device')} "
-            f"({plan.cluster.describe()}); here are {len(result)} "
+            f"({plan.cluster.describe()}); {there} {len(result)} "
             f"({result[0].device_kind}). {remedy}"
         )
     return result

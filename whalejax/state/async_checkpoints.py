@@ -143,9 +143,7 @@ class Saver:
                 return False
         return True
 
-    def _write(
-        self, folder: Path, state: Any, step: int, removes: bool = True
-    ) -> None:
+    def _write(self, folder: Path, state: Any, step: int, removes: bool = True) -> None:
         path = _path(folder, step)
         try:
             if not path.exists():

@@ -34,6 +34,7 @@ ALLOWED_NESTING: Final = "replicate > pipeline > stage > split"
 SCHEDULES: Final = ("auto", "gpipe", "1f1b", "1f1b-ahead", "interleaved", "zb-h1")
 
 _SCOPE: Final = re.compile(r"wh\.(replicate|split|stage|pipeline)\[([^\]/]*)\]")
+_DIMENSION: Final = re.compile(r"\[(\d+(?:\.\d+)?)\]$")
 _AXIS_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
@@ -193,7 +194,8 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     Args:
         devices: Number of parts; default: the planner's choice.
         axis: Logical dimension to shard, by its name in the model's metadata, or by a
-            leaf's path and dimension: ``"head.kernel.1"``.
+            leaf's path and dimension: ``"head.kernel.1"``, or ``"head.kernel[1]"`` as
+            in plans.
 
     Returns:
         Context manager that is also a decorator.
@@ -204,12 +206,15 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     >>> split(devices=4, axis="mlp")
     wh.split(axis=mlp, devices=4)
     """
+    given = axis
+    if isinstance(axis, str):
+        # Scopes hold no brackets, and the number of a repeated layer may be omitted.
+        axis = _DIMENSION.sub(r".\1", axis).rpartition("*.")[2]
     if axis is not None and not (isinstance(axis, str) and _AXIS_NAME.fullmatch(axis)):
         raise WhaleError(
-            f"split(axis={short_repr(axis)}): expected the name of one logical "
-            "dimension, "
-            "of letters, digits, '_', '-' and '.', starting with a letter, such as "
-            "'mlp'."
+            f"split(axis={short_repr(given)}): expected the name of one logical "
+            "dimension, of letters, digits, '_', '-' and '.', starting with a letter, "
+            "such as 'mlp', or of a leaf's dimension, such as 'head.kernel[1]'"
         )
     return _annotation(
         "split", axis=axis, devices=_positive("split", "devices", devices)
