@@ -139,23 +139,28 @@ def idle_note(
     """Returns the note on devices without pieces, with the reason; None without any.
 
     Args:
-        what: Name of the devices, such as ``"replicas"``.
+        what: Name of the devices in the plural, such as ``"replicas"``.
         pieces: Number of pieces of each device.
         seconds: Seconds of one piece on each device.
         pace: Seconds after which the last device finishes.
 
     >>> idle_note("replicas", (3, 0), (1.0, 2.0), 3.0)
-    'replicas 1 take no micro-batch: shares asks for that, or their memory does'
+    'replica 1 takes no micro-batch: shares asks for that, or its memory does'
     """
     idle = [rank for rank, count in enumerate(pieces) if not count]
     if not idle:
         return None
-    said = f"{what} {', '.join(map(str, idle))} take no micro-batch"
+    one = len(idle) == 1
+    takes, their, them = ("takes", "its", "it") if one else ("take", "their", "them")
+    numbers = ", ".join(map(str, idle))
+    said = f"{what.removesuffix('s') if one else what} {numbers} {takes} no micro-batch"
     if min(seconds[rank] for rank in idle) < pace:
-        return f"{said}: shares asks for that, or their memory does"
+        return f"{said}: shares asks for that, or {their} memory does"
+    if sum(pieces) == 1:
+        return f"{said}, as the step has only one. Plan without {them}"
     return (
         f"{said}: the others are done before. Give more micro-batches, or plan without "
-        "them"
+        f"{them}"
     )
 
 

@@ -320,9 +320,10 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[st
                 there + op.trip * cut.other_nbytes,
             )
     return [
-        f"{dims.roles[role].name} meets itself: values of {gigabytes(here)} (unsharded)"
-        f" change layout for it; on the other side of the same operations it would be "
-        f"{gigabytes(there)}"
+        f"{dims.roles[role].name} occurs twice in some operations, as a sequence does "
+        f"in attention, and is sharded once: values of {gigabytes(here)} (unsharded) "
+        "change layout for it"
+        + (f"; of the other side it would be {gigabytes(there)}" * (here != there))
         for role, (here, there) in sorted(moved.items())
     ]
 

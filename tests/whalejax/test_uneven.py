@@ -462,7 +462,7 @@ def test_shares_are_any_sequence_of_whole_numbers() -> None:
     assert planned(np.array([6, 2])).shares == (6, 2)
     assert "1 of 2 devices idle" in repr(planned([8, 0]))
     (note,) = (note for note in planned([8, 0]).notes if "no micro-batch" in note)
-    assert note.startswith("replicas 1 take no micro-batch: shares asks for that")
+    assert note.startswith("replica 1 takes no micro-batch: shares asks for that")
     for wrong in ([[6], 2], [6.5, 1.5], np.array([[6, 2]]), [True, 7]):
         with pytest.raises(wh.WhaleError, match="shares is .*expected"):
             planned(wrong)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whalejax import _compat
 from whalejax.distributed.launch_env import is_loopback
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.gradient_reduction.message_all_reduce import exchanged
@@ -46,6 +47,7 @@ _FLUSH_SECONDS = 10.0
 _EACH_WEIGHT = 0.2
 _KEEP_SECONDS = 300.0
 _SHARED_SECONDS = 60.0
+_MOST_WORDS = 5000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,18 @@ class Training:
 
 class _Regroup(Exception):
     """Stops the current work because the supervisor forms a generation."""
+
+
+def error_text(error: Exception) -> str:
+    """Returns the text of an error, of a user's error with its class and line.
+
+    Args:
+        error: Error that ends this member.
+    """
+    text = str(error)[-_MOST_WORDS:]
+    if isinstance(error, WhaleError):
+        return text
+    return f"{type(error).__name__}: {text} (at {_compat.raised_at(error)})"
 
 
 class ElasticMember:
@@ -170,7 +184,7 @@ class ElasticMember:
                     self._save_last()
                     raise
                 except Exception as error:
-                    self._control.post(wire.Failed(why=str(error)[-5000:]))
+                    self._control.post(wire.Failed(why=error_text(error)))
                     raise
 
     def _generations(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:

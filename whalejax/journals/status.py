@@ -409,9 +409,9 @@ def _lines(run: RunStatus) -> list[str]:
         f"step        {steps}",
     ]
     if run.why:
-        first, _, more = run.why.partition("\n")
-        mark = " …" if more else ""
-        lines.insert(1, f"why         {printable(first)[:_LONGEST]}{mark}")
+        why = printable(" ".join(run.why.split()))
+        mark = " …" if len(why) > _LONGEST else ""
+        lines.insert(1, f"why         {why[:_LONGEST]}{mark}")
     if run.goodput is not None:
         lines.append(f"goodput     {run.goodput:.3f}")
     if run.adding_up is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import whalejax as wh
 from tests.whalejax.elastic.test_noise_scale import job
+from whalejax.elastic.member import error_text
 
 
 def train(folder: Path, last: int, *, fails: bool = False) -> list[int]:
@@ -35,3 +37,12 @@ def test_an_error_of_the_body_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="a bug in the body"):
         train(tmp_path, 3, fails=True)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_000003"]
+
+
+def test_an_error_of_a_user_has_its_class_and_line() -> None:
+    try:
+        raise RuntimeError("disk gone")
+    except RuntimeError as error:
+        text = error_text(error)
+    assert re.fullmatch(r"RuntimeError: disk gone \(at test_left_loops.py:\d+\)", text)
+    assert error_text(wh.WhaleError("the run is over")) == "the run is over"

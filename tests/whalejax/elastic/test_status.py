@@ -263,6 +263,16 @@ def test_a_process_that_failed_is_not_called_lost(
     assert re.search(r"^lost        m2  at .* status -9$", said, re.M)
 
 
+def test_the_reason_of_an_end_is_shown_with_all_its_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Journal(tmp_path)
+    found.open("m1")
+    found.end(1, "The first error: m1 ended with status 1:\nRuntimeError: disk gone")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "ended with status 1: RuntimeError: disk gone\n" in capsys.readouterr().out
+
+
 def test_a_file_is_no_folder_of_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,8 +82,10 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
                 f"{fields['why']}"
             )
         case "short":
+            left = len(fields["members"])
+            are = "is" if left == 1 else "are"
             return (
-                f"{len(fields['members'])} members are left, of at least "
+                f"{count_text(left, 'member')} {are} left, of at least "
                 f"{fields['least']}; waiting for others"
             )
     return ""
