@@ -497,9 +497,9 @@ def _build_plan(
     found: Sequence[_ParallelPipelines],
 ) -> Plan:
     first = best.plans[0].plan
-    others = sorted(
-        (one for one in found if one is not best), key=lambda one: one.step_seconds
-    )
+    unlike = {best.layout: best}
+    for one in sorted(found, key=lambda one: one.step_seconds):
+        unlike.setdefault(one.layout, one)
     candidates = [
         Candidate(
             layout=one.layout,
@@ -512,7 +512,7 @@ def _build_plan(
             if one.lacks_bytes <= 0
             else "does not fit",
         )
-        for one in (best, *others)
+        for one in unlike.values()
     ]
     inner = tuple(axis for axis in first.axes if axis[0] != STAGE)
     return dataclasses.replace(

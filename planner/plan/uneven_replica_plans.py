@@ -524,7 +524,7 @@ def _build_plan(
             fits=one.fits,
             verdict=_verdict(one, best),
         )
-        for one in (best, *(other for other in found if other is not best))
+        for one in _unlike((best, *found))
     ]
     return dataclasses.replace(
         plan,
@@ -547,6 +547,14 @@ def _build_plan(
         candidates=tuple(candidates),
         notes=(*plan.notes, *_notes(best)),
     )
+
+
+def _unlike(found: Iterable[Replicas]) -> list[Replicas]:
+    """Returns the first of all replicas that a plan describes in the same words."""
+    first: dict[str, Replicas] = {}
+    for one in found:
+        first.setdefault(one.layout, one)
+    return [*first.values()]
 
 
 def _verdict(one: Replicas, best: Replicas) -> str:

@@ -144,5 +144,7 @@ def test_a_plan_names_the_kind_that_is_faster_alone() -> None:
     # Links of nodes with unlike sizes are as slow as the network, those of one are not.
     (other,) = [n for n in plan("h100:4+a100-40:3").notes if "alone take" in n]
     assert f"the 4 H100 alone take {alone} a step" in other
+    layouts = [one.layout for one in both.candidates]
+    assert len(layouts) == len({*layouts}), "a runner-up differs in its words"
     large = plan("h100:1x4+a100-40:1x4", 4096)
     assert not [note for note in large.notes if "alone take" in note]
