@@ -107,7 +107,8 @@ class Goodput(GoodputDisplay):
 
     def ways(self) -> list[tuple[str, float]]:
         """Returns (policy, goodput) pairs, for the failure trace too if it is given."""
-        names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
+        spares = count_text(self.num_spares, "spare")
+        names = ("restart the world", "elastic", f"elastic, {spares}")
         ways = zip(names, (self.restart, self.elastic, self.spares), strict=True)
         if self.trace is None:
             return [*ways]

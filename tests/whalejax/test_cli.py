@@ -722,3 +722,19 @@ def test_a_host_that_is_not_reached_is_named(tmp_path: Path, command: str) -> No
     assert run.returncode == (1 if command == "doctor" else 255)
     assert "rank 0 on far-1 failed first, with status 255" in run.stderr
     assert "sh far-1 must work without a password" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("plan", "the fewest that fit in memory if left out"),
+        ("jobs serve", "such as h100:2x8; or a cluster file"),
+        ("launch", "or of the supervisor with MIN:MAX; if left out, 8476 with other"),
+    ],
+)
+def test_texts_of_the_help_have_no_lines_of_their_own(
+    command: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main.main([*command.split(), "--help"]) == 0
+    assert text in capsys.readouterr().out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 from tyro import conf
 
@@ -27,6 +30,24 @@ def option(**words: Any) -> Any:
         words: Arguments of ``tyro.conf.arg``, such as ``metavar``.
     """
     return conf.arg(help_behavior_hint=default_words, **words)
+
+
+def join_help_lines(command: type) -> None:
+    """Joins the lines of each option's help text, which tyro would print as lines.
+
+    Args:
+        command: Class of a command, whose annotations get the joined texts.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    for kind in command.__mro__[:-1]:
+        (node,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, after in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                name, text = ast.unparse(field.target), ast.literal_eval(after.value)
+                joined = option(help=" ".join(text.split()))
+                if "\n" in text:
+                    command.__annotations__[name] = Annotated[hints[name], joined]
 
 
 Switch = Annotated[bool, option()]

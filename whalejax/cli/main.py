@@ -40,6 +40,7 @@ from whalejax.cli.jobs.jobs_options import (
     JobsShowCommand,
     JobsSimulateCommand,
 )
+from whalejax.cli.launch_options import join_help_lines
 from whalejax.cli.option_checks import (
     check_options,
     check_table_options,
@@ -215,6 +216,8 @@ def _parsed(commands: Any, prog: str, description: str, words: Sequence[str]) ->
     kinds = {config.name: kind for kind, config in map(get_args, get_args(commands))}
     if (kind := kinds.get(words[0] if words else "")) is not None:
         check_options(f"{prog} {words[0]}", kind, words[1:])
+        if {"-h", "--help"} & {*words}:
+            join_help_lines(kind)
     parsed, unknown = tyro.cli(
         commands,
         prog=prog,

@@ -97,6 +97,13 @@ class TablesState:
     loss_scale: Any = None
 
     @property
+    def model(self) -> Any:
+        """Raises an error: tables may be in other processes, so the step makes it."""
+        raise AttributeError(
+            "the state of a step with tables has no model; step.model(state) makes it"
+        )
+
+    @property
     def samples(self) -> None:
         """None: each step takes a full batch, so samples are not counted."""
         return None
