@@ -757,6 +757,7 @@ def spiked(x: jax.Array) -> jax.Array:
 spiked.defjvp(lambda x, t: (spiked(*x), t[0] / (1 + x[0] ** 2)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("combine", ["mean", "adasum"])
 @pytest.mark.parametrize("rule", [rounded, spiked])
 @pytest.mark.parametrize("where", ["value", "weight", "scan"])

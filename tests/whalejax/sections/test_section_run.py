@@ -140,6 +140,7 @@ sys.exit(Keeper([program], Path(sys.argv[2]), print, silent_seconds=10.0).run())
 """
 
 
+@pytest.mark.full
 def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     steps, alone, stopped = 23, tmp_path / "alone", tmp_path / "stopped"
     assert start(alone, steps, 2, 0.0).wait(DEADLINE) == 0

@@ -283,6 +283,7 @@ def test_what_cannot_be_kept_is_refused(
     assert "--host is 127.0.0.1, which the machines of --hosts a,b,c cannot" in said
 
 
+@pytest.mark.full
 def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
